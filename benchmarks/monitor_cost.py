@@ -33,7 +33,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
-from hf_lowprec.monitor.step_statistics import LOST_SHARES
+from hf_lowprec.monitor.step_precision import LOST_SHARES
 
 MODELS = {
     "many tensors": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 33},

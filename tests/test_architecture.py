@@ -2,7 +2,7 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding, metrics_file, once | itself |
+| L0 | rounding, metrics_file, once, tensor_names | itself |
 | L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | tools, one unit per folder | itself, L0 to L2, and the tools of `TOOLS` |
@@ -34,15 +34,16 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-CORE = {"rounding", "metrics_file", "once", "optim", "casting", "reduction", "monitor", "integrations"}
+CORE = {"rounding", "metrics_file", "once", "tensor_names", "optim", "casting", "reduction", "monitor", "integrations"}
 MAY_IMPORT = {
     "once": {"once"},
     "metrics_file": {"metrics_file"},
+    "tensor_names": {"tensor_names"},
     "rounding": {"rounding"},
     "optim": {"optim", "rounding", "once"},
     "casting": {"casting", "rounding", "once"},
     "reduction": {"reduction", "rounding"},
-    "monitor": {"monitor", "optim", "casting", "rounding", "once"},
+    "monitor": {"monitor", "optim", "casting", "rounding", "tensor_names"},
     "integrations": CORE,
     "__main__": {"tools.cli"},
 }

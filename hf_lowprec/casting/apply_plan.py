@@ -1,6 +1,6 @@
 """Carries out the plan of a cast: converts tensors and installs hooks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
 from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
 from hf_lowprec.casting.fp32_rules.rotary import Restoration, is_rotary, restore_table
 from hf_lowprec.casting.hooks.hook_placement import HookKind
-from hf_lowprec.casting.hooks.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
+from hf_lowprec.casting.hooks.input_downcast import forget_numbers, install_input_downcast, remove_input_downcast
 from hf_lowprec.casting.hooks.loss_hooks import install_fp32_loss, remove_fp32_loss
 from hf_lowprec.casting.hooks.module_hooks import (
     install_input_upcast,
@@ -23,8 +23,7 @@ from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses, rem
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.notices.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove_loss_warning
-from hf_lowprec.casting.notices.rounded_numbers import rounded_number_warnings
-from hf_lowprec.casting.notices.rounded_weights import LoadedTensor, rounded_weight_warnings
+from hf_lowprec.casting.notices.lost_digits import LoadedTensor, rounded_number_warnings, rounded_weight_warnings
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
@@ -54,7 +53,7 @@ class ConvertedTensors:
 
 
 def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> ConvertedTensors:
-    """Give every tensor its planned dtype, and recompute rotary tables that had been rounded.
+    """Give every tensor its planned dtype, recompute rotary tables that had been rounded, and warn of lost digits.
 
     With `keep_low_bits`, trainable parameters that are cast from FP32, or from FP16 to BF16, keep what is rounded off.
     """
@@ -62,44 +61,66 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
     dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
     to_cast = [planned for planned in plan.tensors if planned.action == "cast"]
     maybe_numbers = {p.name: p.target.tensor for p in to_cast if not _is_buffer_of_transformers(p, modules)}
-    numbers = tuple(rounded_number_warnings(maybe_numbers, plan.dtype))
-    low_bits = []
-    for planned in plan.tensors:
-        tensor = planned.target.tensor
-        exact = tensor.data
-        if planned.action != "leave":
-            convert_in_place(tensor, planned.dtype)
-        may_have_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, tensor.dtype)
-        if keep_low_bits and may_have_low_bits and keep_low_bits_of(tensor, exact):
-            low_bits.append(planned.name)
+    number_warnings = tuple(rounded_number_warnings(maybe_numbers, plan.dtype))
+    low_bits = [planned.name for planned in plan.tensors if _convert(planned, keep_low_bits)]
+    tables = _restore_rotary_tables(plan, modules)
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
-
-    restorations, weights = dict[str, Restoration](), list[LoadedTensor]()
-    for planned in plan.tensors:
-        owner, name = modules[planned.target.owners[0].module], planned.name
-        if planned.action == "keep" and is_rotary(owner):
-            restorations[name] = restore_table(owner, name.rpartition(".")[2], planned.target.tensor)
-        elif planned.action == "keep":
-            weights.append(LoadedTensor(name, planned.target.tensor, dtypes_before[name]))
-    trained = [
-        LoadedTensor(planned.name, planned.target.tensor, dtypes_before[planned.name])
-        for planned in to_cast
-        if _is_trainable(planned.target.tensor) and not was_cast(modules[planned.target.owners[0].module])
-    ]
-    # Norms of quantized models are loaded in 16 bits, as the guide says. They lose less by that than quantized weights.
-    quantized = any(map(holds_quantized_weights, modules.values()))
-    lost = [name for name, outcome in restorations.items() if outcome == "lost"]
     return ConvertedTensors(
         cast=tuple(planned.name for planned in converted if planned.action == "cast"),
         upcast={planned.name: dtypes_before[planned.name] for planned in converted if planned.action == "keep"},
-        restored=tuple(name for name, outcome in restorations.items() if outcome == "recomputed"),
+        restored=tuple(name for name, outcome in tables.items() if outcome == "recomputed"),
         low_bits=tuple(low_bits),
         warnings=(
-            *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
-            *(() if quantized else rounded_weight_warnings(modules.values(), weights, trained)),
-            *numbers,
+            *(
+                f"{name} looks rounded to 16 bits and could not be recomputed"
+                for name, outcome in tables.items()
+                if outcome == "lost"
+            ),
+            *_loading_warnings(plan, modules, dtypes_before),
+            *number_warnings,
         ),
     )
+
+
+def _convert(planned: TensorPlan, keep_low_bits: bool) -> bool:
+    """Give a tensor its planned dtype. Return whether its low bits are kept."""
+    tensor = planned.target.tensor
+    exact = tensor.data
+    if planned.action != "leave":
+        convert_in_place(tensor, planned.dtype)
+    has_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, tensor.dtype)
+    return keep_low_bits and has_low_bits and keep_low_bits_of(tensor, exact)
+
+
+def _restore_rotary_tables(plan: CastPlan, modules: Mapping[str, nn.Module]) -> dict[str, Restoration]:
+    """Recompute the rotary tables that were rounded before the cast: name → outcome."""
+    return {
+        planned.name: restore_table(_owner(planned, modules), planned.name.rpartition(".")[2], planned.target.tensor)
+        for planned in plan.tensors
+        if planned.action == "keep" and is_rotary(_owner(planned, modules))
+    }
+
+
+def _loading_warnings(
+    plan: CastPlan, modules: Mapping[str, nn.Module], dtypes_before: Mapping[str, torch.dtype]
+) -> Iterable[str]:
+    """Warn of tensors that were rounded when they were loaded."""
+    # Norms of quantized models are loaded in 16 bits, as the guide says. They lose less by that than quantized weights.
+    if any(map(holds_quantized_weights, modules.values())):
+        return ()
+    kept, trained = list[LoadedTensor](), list[LoadedTensor]()
+    for planned in plan.tensors:
+        owner, tensor = _owner(planned, modules), planned.target.tensor
+        loaded = LoadedTensor(planned.name, tensor, dtypes_before[planned.name])
+        if planned.action == "keep" and not is_rotary(owner):
+            kept.append(loaded)
+        elif planned.action == "cast" and _is_trainable(tensor) and not was_cast(owner):
+            trained.append(loaded)
+    return rounded_weight_warnings(modules.values(), kept, trained)
+
+
+def _owner(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> nn.Module:
+    return modules[planned.target.owners[0].module]
 
 
 def _has_more_digits(exact: Tensor, dtype: torch.dtype) -> bool:
@@ -113,7 +134,7 @@ def _is_trainable(tensor: Tensor) -> bool:
 
 def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether a tensor is a buffer of a transformers class. These classes convert buffers where they need to."""
-    owner = type(modules[planned.target.owners[0].module])
+    owner = type(_owner(planned, modules))
     return not isinstance(planned.target.tensor, nn.Parameter) and owner.__module__.startswith("transformers.")
 
 

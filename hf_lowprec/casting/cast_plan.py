@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import earlier_entries, marks_in
-from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
+from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, keep_tied_weights
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     Entry,
     KeepFp32,
@@ -19,12 +19,10 @@ from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     named_by_caller,
 )
 from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32, listed_classes
-from hf_lowprec.casting.fp32_rules.loss_weights import loss_weights
-from hf_lowprec.casting.fp32_rules.losses import is_loss, losses
+from hf_lowprec.casting.fp32_rules.losses import is_loss, loss_weights, losses
 from hf_lowprec.casting.fp32_rules.model_attributes import named_by_model_class
 from hf_lowprec.casting.fp32_rules.norms import norms
 from hf_lowprec.casting.fp32_rules.rotary import rotary_embeddings
-from hf_lowprec.casting.fp32_rules.tied_weights import keep_tied_weights
 from hf_lowprec.casting.hooks.hook_placement import (
     HookKind,
     HookPlan,
@@ -40,7 +38,6 @@ from hf_lowprec.casting.hooks.hook_placement import (
     output_heads,
     torch_loss_hooks,
 )
-from hf_lowprec.casting.hooks.torch_losses import modules_with_torch_losses
 from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
 from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors, quantized_as_fp32
 
@@ -115,13 +112,15 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     hooked = kept_modules_with_hooks(tree, kept)
     heads = output_heads(tree, parts, dtype)
     loss_modules = [name for name in hooked if is_loss(tree.modules[name])]
+    hooks = plan_hooks(tree, parts, hooked, heads, dtype)
+    torch_losses = [hook.module for hook in hooks if hook.kind == "torch losses in FP32"]
     return CastPlan(
         dtype,
         tensors,
-        hooks=plan_hooks(tree, parts, hooked, heads, dtype),
+        hooks=hooks,
         kept=kept,
         heads=tuple(name for name in hooked if name in heads.names),
-        losses=(*loss_modules, *models_calling_loss_function(tree), *modules_with_torch_losses(tree)),
+        losses=(*loss_modules, *models_calling_loss_function(tree), *torch_losses),
     )
 
 
@@ -159,8 +158,8 @@ def plan_hooks(
     Args:
         tree: the model with its planned dtypes.
         parts: what stays in FP32.
-        hooked: the modules of those that get hooks.
-        heads: the modules of those that end the model.
+        hooked: the kept modules that get hooks.
+        heads: the kept modules that end the model.
         dtype: the 16-bit dtype.
     """
     input_hooks = list(downcast_input_hooks(tree, heads, dtype))

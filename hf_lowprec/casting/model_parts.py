@@ -46,9 +46,10 @@ def prediction_layers(tree: ModuleTree, model: str) -> list[str]:
 
     Children named "auxiliary" that follow the last child belong to it.
     """
-    heads = [name for name in computing_children(tree, model) if not is_model(tree.modules[name])]
-    main = [index for index, name in enumerate(heads) if "auxiliary" not in name.rpartition(".")[2]]
-    layers = [part for name in heads[main[-1] if main else 0 :] for part in tree.callable_parts(name)]
+    children = [name for name in computing_children(tree, model) if not is_model(tree.modules[name])]
+    main = [index for index, name in enumerate(children) if "auxiliary" not in name.rpartition(".")[2]]
+    last = children[main[-1] if main else 0 :]
+    layers = [part for name in last for part in tree.callable_parts(name)]
     embeddings = output_embeddings(tree.modules[model])
     return layers + [
         name for name, module in tree.modules.items() if module is embeddings and outermost(name, layers) is None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
-from hf_lowprec.monitor.step_statistics import unbiased_variance
+from hf_lowprec.monitor.step_precision import unbiased_variance
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import contiguous_runs
 from hf_lowprec.optim.state.low_bits import low_bits_state
@@ -32,6 +32,23 @@ SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
 
 @dataclass
+class SecondMoment:
+    """The sampled second moments of a step, FP64.
+
+    Attributes:
+        name: of the state.
+        before: their values before the step.
+        after: the exact values after it. For 8 bits, they include the bias of their rounding, see `block_floats.py`.
+        code_spacing: in 8 bits, the distances to the next smaller codes.
+    """
+
+    name: str
+    before: Tensor
+    after: Tensor
+    code_spacing: Tensor | None = None
+
+
+@dataclass
 class ExactUpdate:
     """The exact change of the sampled elements by a step, all of shape (tensors, sample).
 
@@ -41,9 +58,7 @@ class ExactUpdate:
         update: the exact change, FP64.
         random_weights: whether the weights, or their compensations, are rounded stochastically.
         random_states: whether the second moments may be.
-        second_moment: name, values before the step and exact values after it (FP64) of the second moments, if any. Of
-            those in 8 bits, the bias with which they are rounded on purpose is included, see `block_floats.py`.
-        second_moment_spacing: of second moments in 8 bits: the distances to the next smaller codes.
+        second_moment: the second moments, if there are any.
         decay: the part of `update` that is due to weight decay, FP64, if it was asked for and there is one.
         stored_without_decay: what would be stored after the step without weight decay, rounded by the same random bits.
     """
@@ -53,8 +68,7 @@ class ExactUpdate:
     update: Tensor
     random_weights: bool = True
     random_states: bool = True
-    second_moment: tuple[str, Tensor, Tensor] | None = None
-    second_moment_spacing: Tensor | None = None
+    second_moment: SecondMoment | None = None
     decay: Tensor | None = None
     stored_without_decay: Tensor | None = None
 
@@ -76,7 +90,7 @@ class FusedGroupUpdates:
         self._index: tuple[Tensor, Tensor] | None = None
 
     def compute(self, with_decay: bool) -> ExactUpdate:
-        """Compute the changes of the coming step; its plan has gradients, scalars and tensor means.
+        """Compute the exact update of the coming step, whose plan has gradients, scalars and tensor means.
 
         Args:
             with_decay: whether to compute the part of the weight decay.
@@ -87,35 +101,40 @@ class FusedGroupUpdates:
         state = {stored.name: load(self._gather(stored.name)) for stored in spec.states}
         if spec.orthogonalizes:
             state[ORTHOGONALIZED] = self._orthogonalized()
-        scalars = self._columns(group.scalars)
+        scalars = self._scalar_columns(group.scalars)
         update, new_state = algorithm_update(spec, weight, grad, state, scalars)
         stochastic = {stored.name for stored in spec.states if stored.stochastic}
         exact = ExactUpdate(
             weight=weight,
-            stored=self._value(weight, state),
+            stored=self._stored_value(weight, state),
             update=update.double(),
             random_weights=MODES[spec.rounding].random or not stochastic.isdisjoint(LOW_BITS_STATES),
             random_states=not stochastic.isdisjoint(SECOND_MOMENTS),
+            second_moment=self._second_moment(state, new_state),
         )
-        for name in SECOND_MOMENTS:
-            if name in state:
-                before, after = load_states(spec, state)[name].double(), new_state[name].double()
-                if name in spec.scales:
-                    grid = code_spacing(state[name], state[spec.scales[name]], nonnegative=True).double()
-                    after = after + intended_bias(unbiased_variance(after - before, grid), after)
-                    exact.second_moment_spacing = grid
-                exact.second_moment = name, before, after
         if with_decay and any(entry.group.get("weight_decay") for entry in group.entries):
-            undecayed = self._columns(_scalars_without_decay(self.optimizer, group))
+            undecayed = self._scalar_columns(_scalars_without_decay(self.optimizer, group))
             without, _ = algorithm_update(spec, weight, grad, state, undecayed)
             exact.decay = exact.update - without.double()
             index, keys = self._random_keys()
             new_weight, low_bits = fused_step(spec, weight, grad, state, undecayed, index, keys, LOW_BITS_STATES)
-            exact.stored_without_decay = self._value(new_weight, low_bits)
+            exact.stored_without_decay = self._stored_value(new_weight, low_bits)
         return exact
 
-    def _value(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The FP64 values of weights and the low bits in `state`, both in the dtypes that steps compute with."""
+    def _second_moment(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> SecondMoment | None:
+        """The second moment among the states `before` the step, as they are stored, and `after` it, in FP32."""
+        spec = self.fused_group.spec
+        name = next((name for name in SECOND_MOMENTS if name in before), None)
+        if name is None:
+            return None
+        old, new = load_states(spec, before)[name].double(), after[name].double()
+        if name not in spec.scales:
+            return SecondMoment(name, old, new)
+        grid = code_spacing(before[name], before[spec.scales[name]], nonnegative=True).double()
+        return SecondMoment(name, old, new + intended_bias(unbiased_variance(new - old, grid), new), grid)
+
+    def _stored_value(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """The FP64 sum of weights and their low bits in `state`, both given in FP32."""
         dtypes = self.fused_group.spec.tensors
         low_bits = {name: value.to(dtypes[name]) for name, value in state.items() if name in LOW_BITS_STATES}
         return fp64_value(weight, low_bits_state(low_bits))
@@ -147,7 +166,7 @@ class FusedGroupUpdates:
             return decode(code, scale, stored.nonnegative)
         return self._gather(name) if name in self.fused_group.entries[0].states else None
 
-    def _columns(self, scalars: Tensor) -> dict[str, Tensor]:
+    def _scalar_columns(self, scalars: Tensor) -> dict[str, Tensor]:
         """The step's scalars by name, each of shape (entries, 1)."""
         group = self.fused_group
         columns = group.all_scalars(scalars.to(group.device))
@@ -160,7 +179,7 @@ class FusedGroupUpdates:
             self._index = _global_index(group, self.samples)
         low, high = self._index
         step = (group.counts.to(group.device)[:, None] + 1).to(torch.int32)
-        streams = _first_segments(group)[:, :, None].to(group.device, torch.int32).unbind(1)
+        streams = _stream_keys(group)[:, :, None].to(group.device, torch.int32).unbind(1)
         pairs = zip(streams[::2], streams[1::2], strict=True)
         return low, {
             word: step_keys(*pair, step, high) for word, pair in zip(group.spec.random_words, pairs, strict=True)
@@ -180,11 +199,11 @@ def _scalars_without_decay(optimizer: LowPrecisionOptimizer, fused_group: FusedG
     return torch.tensor(table, dtype=torch.float32)
 
 
-def _first_segments(fused_group: FusedGroup) -> Tensor:
-    """The stream keys of each entry, which are the same in all its segments; (entries, 2 × words)."""
+def _stream_keys(fused_group: FusedGroup) -> Tensor:
+    """The stream keys of each entry, int64 of shape (entries, 2 × random words)."""
     segments = fused_group.segments
     streams = torch.zeros(len(fused_group.entries), segments.streams.shape[1], dtype=torch.int64)
-    streams[segments.entry_index] = segments.streams
+    streams[segments.entry_index] = segments.streams  # the same in all segments of an entry
     return streams
 
 

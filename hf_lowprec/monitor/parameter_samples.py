@@ -105,7 +105,7 @@ class ParameterSamples:
             tensors = list(map(Tensor.contiguous, tensors))
         shapes = zip(tensors, self.counts, self.strides, strict=True)
         views = [tensor.as_strided((count,), (stride,)) for tensor, count, stride in shapes]
-        if self.is_padded:
+        if self._is_padded:
             if dtype not in self._pads:
                 zeros = torch.zeros(self._size, dtype=dtype, device=self._device)
                 self._pads[dtype] = [zeros[count:] for count in self.counts]
@@ -113,15 +113,19 @@ class ParameterSamples:
         return views
 
     @cached_property
-    def is_padded(self) -> bool:
+    def _is_padded(self) -> bool:
         """Whether some rows are filled up with zeros."""
         return min(self.counts) < self._size
 
+    def clear_padding(self, matrix: Tensor) -> Tensor:
+        """A matrix of samples with zeros (False) for padding."""
+        return matrix.masked_fill(self._padding, 0) if self._is_padded else matrix
+
     @cached_property
-    def valid(self) -> Tensor:
-        """Which elements of the matrix are no padding; bool of its shape."""
+    def _padding(self) -> Tensor:
+        """Which elements of the matrix are padding; bool of its shape."""
         counts = torch.tensor(self.counts, device=self._device)
-        return torch.arange(self._size, device=self._device) < counts[:, None]
+        return torch.arange(self._size, device=self._device) >= counts[:, None]
 
     @cached_property
     def element_weights(self) -> Tensor:

@@ -17,11 +17,8 @@ from torch import nn
 
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.measured_step import MeasuredBlocks, MeasuredStep
-from hf_lowprec.monitor.missing_gradients import GradientRecord
-from hf_lowprec.monitor.step_precision import StepPrecision
-from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
-from hf_lowprec.monitor.training_findings import ENOUGH_MEASUREMENTS, Evidence, find
-from hf_lowprec.monitor.uncast_matrices import uncast_matrices
+from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, SUMS, StepPrecision
+from hf_lowprec.monitor.training_findings import ENOUGH_MEASUREMENTS, Evidence, find, uncast_matrices
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_release_of
@@ -98,7 +95,7 @@ class PrecisionMonitor:
         self._number: int | None = None
         self._due = False
         self._was_asked = False
-        self._depth = 0
+        self._depth = 0  # of calls of `step`, which may call that of a parent class
         self._last: StepPrecision | None = None
         self._running: MeasuredStep | None = None
         self._finished: MeasuredStep | None = None
@@ -144,7 +141,7 @@ class PrecisionMonitor:
                 precision=precision,
                 steps=self._measured_at,
                 dtypes=[param.dtype for param in self._watched.params],
-                gradients=self._gradients,
+                gradients=self._watched.gradients,
                 uncast_matrices=self._uncast_matrices,
             )
         )
@@ -153,7 +150,7 @@ class PrecisionMonitor:
     def unused(self) -> list[str]:
         """The names of parameters without a gradient in any of at least 3 measured steps, which the task does not seem
         to use. If something suggests a mistake, they are among the findings instead."""
-        return self._gradients.unused() if self._gradients.steps >= ENOUGH_MEASUREMENTS else []
+        return self._watched.gradients.unused() if self._watched.gradients.steps >= ENOUGH_MEASUREMENTS else []
 
     @cached_property
     def _uncast_matrices(self) -> list[str]:
@@ -176,15 +173,14 @@ class PrecisionMonitor:
     def _watch_parameters(self) -> None:
         """Watch the parameters that the optimizer has now."""
         self._watched = WatchedParameters(self.optimizer, self.model)
-        params, names = self._watched.params, self._watched.names
-        self._gradients = GradientRecord(names, params, self.model)
-        self._decay = torch.zeros(len(params), len(SLOPE_SUMS), dtype=torch.float64)
+        self._decay = torch.zeros(len(self._watched.params), len(SLOPE_SUMS), dtype=torch.float64)
         self._decay_measured_at: int | None = None
-        self._blocks = MeasuredBlocks(self.optimizer, self._watched, self._gradients, self.dtypes, self.across_ranks)
+        self._blocks = MeasuredBlocks(self.optimizer, self._watched, self.dtypes, self.across_ranks)
 
     # The hooks.
 
     def _run_hook(self, name: str, *arguments: Any) -> None:
+        """Call the method `name`; after the first error, call none any more."""
         if self._failed:
             return
         try:
@@ -204,9 +200,9 @@ class PrecisionMonitor:
             return
         # A closure computes the gradients only now.
         has_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
-        if self._release is None or not self._begun:  # else the first bucket has, during the backward pass
+        if self._release is None or not self._begun:
             self._begin(has_closure)
-        if self._release is not None:
+        if self._release is not None:  # parameters are measured bucket by bucket
             return
         if self._running is not None:
             self._blocks.add_all(self._running)
@@ -239,13 +235,13 @@ class PrecisionMonitor:
         self._finished, self._last = None, None
         if has_closure or _is_capturing():
             return
-        if not self._watched.are_current():
+        if not self._watched.is_current():
             self._watch_parameters()
         number = self.steps + 1 if self._number is None else self._number
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
         rates = [rate for group in self.optimizer.param_groups if (rate := group.get("lr")) is not None]
-        self._running = MeasuredStep(number, with_decay, rates, self._gradients.look())
+        self._running = MeasuredStep(number, with_decay, rates, self._watched.gradients.present_now())
         if with_decay:
             self._decay_measured_at = self.steps
 
@@ -261,9 +257,10 @@ class PrecisionMonitor:
             self._measured_at = self.steps
             if self._release is not None:
                 self._blocks.add_rest(running)
-                # Of the gradients that are there now, only those that the optimizer does not step were never released.
+                # Gradients of the optimizer's parameters were released; those of others are there now.
                 count = len(self._watched.params)
-                running.gradients = [row in running.stepped for row in range(count)] + self._gradients.look()[count:]
+                others = self._watched.gradients.present_now()[count:]
+                running.gradients = [row in running.stepped for row in range(count)] + others
             self._blocks.sum_up(running)
             self._finished = running
 
@@ -282,7 +279,7 @@ class PrecisionMonitor:
         table[:, _DECAY] = self._decay
         table[:, COLUMN["has_gradient"]].clamp_(max=1)  # until here, the number of shards with one
         nonzero = (table[:, COLUMN["has_gradient"]] > 0).tolist()
-        self._gradients.add(finished.gradients, nonzero)
+        self._watched.gradients.add(finished.gradients, nonzero)
         rate = max(map(float, finished.learning_rates), default=None)
         return StepPrecision(finished.number, table, self._watched.names, self._watched.kinds, rate)
 

@@ -1,7 +1,22 @@
-"""The result of a measurement: the precision of one optimizer step, by kind of parameter and by tensor."""
+"""The numbers of one optimizer step, as sums over the sampled elements of each tensor.
+
+With `u` the change of a weight that the algorithm computed, and `Δ` the change of what is stored of it (the weight,
+plus the compensation if it has one), `Σ u·Δ / Σ u²` is the share of the changes that is stored. It is the slope of a
+regression of `Δ` on `u` without intercept. A lost share has two standard errors, of which the larger one is reported:
+
+- The one seen: that of the slope, whose residuals `e = Δ - u` have no common variance: `√Σ u²e² / Σ u²`.
+- The one that unbiased rounding would have: it rounds `u` to a neighbour at a distance of up to one spacing `s`, with
+  variance `s²·f·(1-f)` where `f` is the fractional part of `u/s`. If all updates are far below the spacing, a sample
+  may contain no weight that moves, and what is seen has no variance at all although rounding is random. Where rounding
+  is known not to be random, this error is left out.
+
+Sums are FP64. A sampled element stands for `W` elements of its tensor, so that sums over the tensors of a model, and
+over the shards of a tensor, are estimates for the whole.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +24,124 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lowprec.monitor.step_statistics import LOST_SHARES, precision_columns, precision_values
-from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS
 from hf_lowprec.optim.cached_property import cached_property
+from hf_lowprec.tensor_names import PARAMETER_KINDS
+
+SLOPE_SUMS = ("square", "product", "seen_variance", "unbiased_variance")
+"""The sums of `slope_sums`, in its order."""
+SUMS = (
+    *("elements", "never_moved", "has_gradient"),
+    *("stepped", "changed", "weight_square"),
+    *(f"update_{name}" for name in SLOPE_SUMS),
+    *(f"second_moment_{name}" for name in SLOPE_SUMS),
+    *(f"weight_decay_{name}" for name in SLOPE_SUMS),
+    *("compensated", "compensation_square"),
+)
+"""The columns of a table of sums, which has one row for each tensor.
+
+- elements: the number of elements; never_moved: of those whose value is as it was when training began;
+- has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
+- stepped: elements with a gradient that were stepped by an unknown update; changed: those of them that changed;
+- weight_square: of the weights that were stepped;
+- update, second_moment, weight_decay: see `slope_sums`;
+- compensated: elements with a compensation; compensation_square: in units of the weights' spacing.
+"""
+COLUMN = {name: k for k, name in enumerate(SUMS)}
+
+LOST_SHARES = {"lost_updates": "update", "lost_second_moment": "second_moment", "lost_weight_decay": "weight_decay"}
+"""The shares computed from slopes, with the prefix of their sums. Each has an error, named like it plus `_error`."""
+
+
+def slope_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:
+    """The sums from which a lost share and its errors follow.
+
+    Args:
+        exact: the exact changes `u`, FP64 of shape (tensors, sample).
+        stored: the stored changes `Δ`.
+        grid: the spacing of what is stored; None if rounding is not random.
+        weights: how many elements each sampled one stands for, FP64 of shape (tensors).
+
+    Returns:
+        FP64 of shape (tensors, 4), in the order of `SLOPE_SUMS`.
+    """
+    square = exact * exact
+    sums = (
+        square.sum(1) * weights,
+        torch.linalg.vecdot(exact, stored) * weights,
+        torch.linalg.vecdot(square, (stored - exact).square_()) * weights**2,
+        torch.zeros_like(weights)
+        if grid is None
+        else torch.linalg.vecdot(square, unbiased_variance(exact, grid)) * weights**2,
+    )
+    return torch.stack(sums, dim=1)
+
+
+def unbiased_variance(change: Tensor, grid: Tensor) -> Tensor:
+    """The variance of a change of a stored value that is rounded to one of its two neighbours, without bias."""
+    steps = change.abs() / grid
+    fraction = steps - steps.floor()
+    return grid * grid * (fraction * (1 - fraction))
+
+
+def second_moment_sums(before: Tensor, exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:
+    """`slope_sums` of the relative changes of second moments that decay, whose slope is the mean of `Δv/v` over `dv/v`.
+
+    Args:
+        before: the second moments before the step, FP64 of shape (tensors, sample).
+        exact: those that the algorithm computed.
+        stored: those stored after the step.
+        grid: their spacing; None if rounding is not random.
+        weights: as for `slope_sums`.
+
+    Returns:
+        FP64 of shape (tensors, 4). Every element counts the same, so `square` holds the sum of `dv/v` and `product`
+        that of `Δv/v`.
+    """
+    decays = (exact < before) & (before > 0)
+    scale = torch.where(decays, before, torch.inf).reciprocal()
+    change, kept = (exact - before) * scale, (stored - before) * scale
+    sums = (
+        change.sum(1) * weights,
+        kept.sum(1) * weights,
+        (kept - change).square_().sum(1) * weights**2,
+        torch.zeros_like(weights)
+        if grid is None
+        else (unbiased_variance(torch.where(decays, exact - before, 0.0), grid) * scale.square()).sum(1) * weights**2,
+    )
+    return torch.stack(sums, dim=1)
+
+
+def precision_values(sums: Tensor) -> list[dict[str, float]]:
+    """The numbers that a table of sums amounts to.
+
+    Args:
+        sums: FP64 of shape (rows, len(SUMS)), on the CPU.
+
+    Returns:
+        The numbers of each row by name, without those that are not finite or do not apply.
+    """
+    values = precision_columns(sums)
+    rows = zip(*(value.tolist() for value in values.values()), strict=True)
+    return [{name: value for name, value in zip(values, row, strict=True) if math.isfinite(value)} for row in rows]
+
+
+def precision_columns(sums: Tensor) -> dict[str, Any]:
+    """The same numbers by name, each a NumPy array of shape (rows); NaN or infinite where a number does not apply."""
+    table = sums.numpy()  # whose operations on a few numbers take a tenth of the time of torch's
+    column = {name: table[:, k] for name, k in COLUMN.items()}
+    values: dict[str, Any] = {}
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        for name, prefix in LOST_SHARES.items():
+            square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
+            values[name] = 1 - product / square
+            values[f"{name}_error"] = np.sqrt(np.maximum(seen, unbiased)) / np.abs(square)
+        known = np.where(column["stepped"] > 0, np.nan, column["update_square"])
+        values["update_to_weight"] = np.sqrt(known / column["weight_square"])
+        values["never_moved"] = column["never_moved"] / column["elements"]
+        values["compensation_ulps"] = np.sqrt(column["compensation_square"] / column["compensated"])
+        values["changed"] = column["changed"] / column["stepped"]
+    return values
+
 
 ALL = "all"
 """The name, among the kinds, of the whole model."""

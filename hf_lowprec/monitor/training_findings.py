@@ -13,16 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from hf_lowprec.casting import make_plan
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
-from hf_lowprec.monitor.missing_gradients import GradientRecord
-from hf_lowprec.monitor.step_precision import ALL, StepPrecision
-from hf_lowprec.monitor.step_statistics import COLUMN
-from hf_lowprec.monitor.tensor_names import listed
+from hf_lowprec.monitor.step_precision import ALL, COLUMN, StepPrecision
+from hf_lowprec.monitor.watched_parameters import GradientRecord
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
+from hf_lowprec.tensor_names import listed, parameter_kinds
 
 LOST = 0.5
 """The share from which on something counts as lost, see above."""
@@ -92,15 +93,19 @@ def _updates_lost(evidence: Evidence) -> Finding | None:
     if changed:
         shown = f"only {min(changed):.1%} of the 16-bit weights changed in step {step} ({_describe(evidence)})"
         return Finding.of("updates_lost", shown, remedy=_remedy(evidence))
-    where = [kind for kind, numbers in by_kind.items() if kind != "norms" and is_lost(numbers, "lost_updates")]
-    if not where:
-        return None
-    kinds = [ALL] if ALL in where else where
-    share = max(by_kind[kind]["lost_updates"] for kind in kinds)
-    subject = "those" if ALL in where else f"those of {_joined(where)} weights"
-    shown = f"{share:.0%} of {subject} of step {step} ({_describe(evidence)})"
-    tensors = () if ALL in where else _tensors_of(evidence, where)
-    return Finding.of("updates_lost", shown, tensors, _remedy(evidence))
+    lost = {
+        kind: numbers["lost_updates"]
+        for kind, numbers in by_kind.items()
+        if kind != "norms" and is_lost(numbers, "lost_updates")
+    }
+    if ALL in lost:
+        shown = f"{lost[ALL]:.0%} of those of step {step} ({_describe(evidence)})"
+        return Finding.of("updates_lost", shown, remedy=_remedy(evidence))
+    if lost:
+        of_kinds = f"{max(lost.values()):.0%} of those of {_joined(list(lost))} weights"
+        shown = f"{of_kinds} of step {step} ({_describe(evidence)})"
+        return Finding.of("updates_lost", shown, _tensors_of(evidence, lost), _remedy(evidence))
+    return None
 
 
 def _updates_are_lost(evidence: Evidence, numbers: dict[str, float]) -> bool:
@@ -259,3 +264,26 @@ def _tensors_of(evidence: Evidence, kinds: Iterable[str]) -> list[str]:
 def _joined(words: Sequence[str]) -> str:
     """Words with commas, and "and" before the last."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+_KEPT_BY_PEFT = "modules_to_save"
+
+
+def uncast_matrices(model: nn.Module) -> list[str]:
+    """The names of trained FP32 matrices that `cast_model` would cast, if the other trained matrices are 16-bit.
+
+    Adapters, and the trained copies of modules that PEFT makes, are FP32 on purpose. Entries of `keep_fp32` of earlier
+    casts are respected.
+    """
+    matrices = {name: param for name, param in model.named_parameters() if param.requires_grad and param.dim() >= 2}
+    kinds = parameter_kinds({name: param.shape for name, param in model.named_parameters()})
+    narrow = [param for param in matrices.values() if param.dtype in LOW_PRECISION_DTYPES]
+    wide = {
+        name
+        for name, param in matrices.items()
+        if param.dtype.itemsize > 2 and kinds[name] not in ("norms", "adapters") and _KEPT_BY_PEFT not in name
+    }
+    if not wide or len(wide) >= len(narrow):
+        return []
+    plan = make_plan(model, narrow[0].dtype)
+    return [tensor.name for tensor in plan.tensors if tensor.action == "cast" and tensor.name in wide]

@@ -1,19 +1,19 @@
-"""The parameters that a monitor watches: their names and kinds, and their values when training began."""
+"""The parameters that a monitor watches: names, kinds, values when training began, and which have had gradients."""
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
-from hf_lowprec.monitor.tensor_names import parameter_kinds
 from hf_lowprec.optim.sharding import local_shard, sharding_of
 from hf_lowprec.optim.state.imported_states import COMPENSATIONS
+from hf_lowprec.tensor_names import layer_number, name_pattern, parameter_kinds
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -31,6 +31,7 @@ class WatchedParameters:
         names: the name of each row.
         kinds: the kind of each row, see `tensor_names.py`.
         sample_size: elements that are sampled of each.
+        gradients: which of them have had gradients in measured steps.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
         first_low_bits: by row, the sampled compensations or remainders as they were then.
     """
@@ -41,19 +42,20 @@ class WatchedParameters:
         self.row = {param: row for row, param in enumerate(self.params)}
         self.names, self.kinds = _names_and_kinds(optimizer, model)
         self.sample_size = row_size(len(self.params), sum(param.numel() for param in self.params))
+        self.gradients = GradientRecord(self.names, self.params, model)
         self.first_weights: dict[int, Tensor] = {}
         self.first_low_bits: dict[int, Tensor] = {}
-        for rows in self.alike(range(len(self.params))):
+        for rows in self.divide(range(len(self.params))):
             self.first_weights |= self._samples(rows, [local_shard(self.params[row]) for row in rows])
         self.record_first_low_bits()
 
-    def are_current(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the optimizer still has the same parameters in the same order."""
         current = [param for group in self._optimizer.param_groups for param in group["params"]]
         return len(current) == len(self.params) and all(map(operator.is_, current, self.params))
 
-    def alike(self, rows: Iterable[int], *keys: Any) -> list[list[int]]:
-        """Divide `rows` by dtype, device and sharding of their parameters, and by each of `keys`."""
+    def divide(self, rows: Iterable[int], *keys: Any) -> list[list[int]]:
+        """Divide `rows` by dtype, device and sharding of their parameters, and by what each of `keys` maps them to."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for row in rows:
             param = self.params[row]
@@ -71,15 +73,16 @@ class WatchedParameters:
         return None
 
     def record_first_low_bits(self, rows: Iterable[int] | None = None) -> None:
-        """Before a step: record the low bits of `rows`, or of all, that were not there before, or in another dtype.
+        """Before a step: record the low bits of `rows`, or of all, that are new, or have a new dtype.
 
         A parameter's first step creates them, and so does its first one in another rounding mode.
         """
-        shards = {row: self.low_bits(row) for row in (self.row.values() if rows is None else rows)}
-        dtypes = {row: shard.dtype for row, shard in shards.items() if shard is not None}
+        rows = self.row.values() if rows is None else rows
+        shards = {row: shard for row in rows if (shard := self.low_bits(row)) is not None}
+        dtypes = {row: shard.dtype for row, shard in shards.items()}
         known = {row: first.dtype for row, first in self.first_low_bits.items()}
-        for new in self.alike((row for row, dtype in dtypes.items() if dtype != known.get(row)), dtypes):
-            self.first_low_bits |= self._samples(new, [shards[row] for row in new])  # type: ignore[misc]
+        for new in self.divide((row for row, dtype in dtypes.items() if dtype != known.get(row)), dtypes):
+            self.first_low_bits |= self._samples(new, [shards[row] for row in new])
 
     def _samples(self, rows: list[int], shards: list[Tensor]) -> dict[int, Tensor]:
         """The samples of `shards`, by row."""
@@ -104,3 +107,106 @@ def _plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
+
+
+class GradientRecord:
+    """Which parameters have had gradients in the measured steps, and of which of the others this is a mistake.
+
+    In a quarter of transformers' model classes, some parameters have none by design: BERT's pooler if the loss does not
+    use it, the last layer of LLaVA's vision tower, the cross-attention of a decoder on its own, an image tower while
+    all inputs are texts. So a missing gradient alone is no reason to warn.
+
+    Attributes:
+        steps: the number of measured steps.
+        present: for each parameter of the optimizer, whether it has had a gradient.
+        nonzero: whether it has had one that is not zero.
+
+    Args:
+        names: the names of the optimizer's parameters.
+        params: these parameters.
+        model: the model, if it is known.
+    """
+
+    def __init__(self, names: Sequence[str], params: Sequence[Tensor], model: nn.Module | None) -> None:
+        self.steps = 0
+        self.present = [False] * len(names)
+        self.nonzero = [False] * len(names)
+        self._names = names
+        self._params = params
+        self._elements = sum(param.numel() for param in params)
+        self._in_model = None if model is None else set(model.parameters())
+        self._left_out = {} if model is None else parameters_left_out(model, params)
+        self._left_out_present = [False] * len(self._left_out)
+
+    def present_now(self) -> list[bool]:
+        """Which parameters have a gradient now: those of the optimizer, then those that it lacks."""
+        return [param.grad is not None for param in (*self._params, *self._left_out.values())]
+
+    def add(self, present: Sequence[bool], nonzero: Sequence[bool]) -> None:
+        """Add a measured step.
+
+        Args:
+            present: what `present_now` has returned before it.
+            nonzero: for each parameter of the optimizer, whether its gradient was not zero.
+        """
+        self.steps += 1
+        count = len(self._params)
+        self.present = _either(self.present, present[:count])
+        self._left_out_present = _either(self._left_out_present, present[count:])
+        self.nonzero = _either(self.nonzero, nonzero)
+
+    def left_out_of_optimizer(self) -> list[str]:
+        """Parameters that have had a gradient, but the optimizer does not have them."""
+        return [name for name, present in zip(self._left_out, self._left_out_present, strict=True) if present]
+
+    def zero(self) -> list[str]:
+        """Parameters whose gradients were all zero."""
+        return self._select(lambda row: self.present[row] and not self.nonzero[row])
+
+    def replaced(self) -> list[str]:
+        """Parameters without gradient that the model does not have, or no longer."""
+        in_model = self._in_model
+        return [] if in_model is None else self._missing(lambda row: self._params[row] not in in_model)
+
+    def cut_off(self) -> list[str]:
+        """Parameters without gradient although the same tensor of a later layer has had one.
+
+        What a task does not use are last layers; what `detach()` cuts off are first ones.
+        """
+        if all(self.present):  # nearly always, and names take time
+            return []
+        last_layer: dict[str, int] = defaultdict(lambda: -1)  # that has had a gradient, by pattern of names
+        for name in self._select(self.present.__getitem__):
+            last_layer[name_pattern(name)] = max(last_layer[name_pattern(name)], layer_number(name))
+        return self._missing(lambda row: layer_number(self._names[row]) < last_layer[name_pattern(self._names[row])])
+
+    def most_of_all(self) -> list[str]:
+        """The parameters without gradient, if they have more than half of all elements."""
+        missing = sum(param.numel() for param, present in zip(self._params, self.present, strict=True) if not present)
+        return self._missing(lambda _: 2 * missing > self._elements)
+
+    def unused(self) -> list[str]:
+        """Parameters that the task does not seem to use: without gradient, and for none of the reasons above."""
+        mistakes = {*self.replaced(), *self.cut_off(), *self.most_of_all()}
+        return self._missing(lambda row: self._names[row] not in mistakes)
+
+    def _missing(self, condition: Callable[[int], bool]) -> list[str]:
+        return self._select(lambda row: not self.present[row] and condition(row))
+
+    def _select(self, condition: Callable[[int], bool]) -> list[str]:
+        return [name for row, name in enumerate(self._names) if condition(row)]
+
+
+def _either(earlier: Sequence[bool], now: Sequence[bool]) -> list[bool]:
+    return [a or b for a, b in zip(earlier, now, strict=True)]
+
+
+def parameters_left_out(model: nn.Module, params: Sequence[Tensor]) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a model that are not among an optimizer's `params`, if these are more than half.
+
+    An optimizer with fewer was given them on purpose: another one trains the rest, or nothing does.
+    """
+    stepped = set(params)
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    missing = {name: param for name, param in trainable.items() if param not in stepped}
+    return missing if 2 * len(missing) < len(trainable) else {}

@@ -240,7 +240,7 @@ class LowPrecisionOptimizer(Algorithm):
         self._check_groups()
         if self._clipping.pending is not None:
             self._clipping.match(self._gradients())
-        return self._plan_with_gradients(self.limit)
+        return self._plan_with_gradients(clipped=self.limit is not None)
 
     def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
         """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release/`.
@@ -261,8 +261,8 @@ class LowPrecisionOptimizer(Algorithm):
         for group in self.param_groups:
             group["rounding"] = mode_name(group["rounding"])
 
-    def _plan_with_gradients(self, limit: float | None, norm_only: bool = False) -> StepPlan:
-        """Return the plan of a step that clips to `limit`: the last step's plan, or a new one if anything changed.
+    def _plan_with_gradients(self, clipped: bool, norm_only: bool = False) -> StepPlan:
+        """Return the plan of a step that clips or not: the last step's plan, or a new one if anything changed.
 
         For the norm of the gradients (`norm_only`), changes of weights, states and hyperparameters do not count.
         """
@@ -274,7 +274,7 @@ class LowPrecisionOptimizer(Algorithm):
         if self._plan is None:
             check_not_capturing()
             self.run_first_step_checks()
-        self._plan = self._updated_plan(self._plan, limit is not None, norm_only=norm_only)
+        self._plan = self._updated_plan(self._plan, clipped, norm_only=norm_only)
         return self._plan
 
     def run_first_step_checks(self) -> None:
@@ -418,7 +418,8 @@ class LowPrecisionOptimizer(Algorithm):
             replace_bucket_views(params_of(self))
             grads = self._gradients()
         self._spell_out_modes()
-        with self._plan_with_gradients(self._clipping.limit(self.max_grad_norm, max_norm), norm_only=True) as plan:
+        limit = self._clipping.limit(default=self.max_grad_norm, requested=max_norm)
+        with self._plan_with_gradients(clipped=limit is not None, norm_only=True) as plan:
             return self._clipping.compute_norm(grads, plan.backend_steps, max_norm)
 
     def _gradients(self) -> list[Tensor]:

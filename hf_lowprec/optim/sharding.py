@@ -146,7 +146,7 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
     """
     shard, shape = local_shard(tensor), tensor.shape
     indices = [_local_indices(tensor, dim) for dim in range(len(shape))] if is_sharded(tensor) else []
-    if all(len(held) == size for held, size in zip(indices, shape, strict=False)):
+    if all(len(held) == size for held, size in zip(indices, shape, strict=False)):  # this rank holds all of it
         if shard.numel():
             yield ContiguousRun(0, shard.numel(), 0)
         return
@@ -161,9 +161,9 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
     strides = [math.prod(shape[dim + 1 :]) for dim in range(last_sharded)]
     local_start = 0
     for outer in product(*(held.tolist() for held in indices[:last_sharded])):
-        base = sum(index * stride for index, stride in zip(outer, strides, strict=True))
+        row_start = sum(index * stride for index, stride in zip(outer, strides, strict=True))
         for begin, count in _consecutive_ranges(indices[last_sharded]):
-            yield ContiguousRun(local_start, count * width, base + begin * width)
+            yield ContiguousRun(local_start, count * width, row_start + begin * width)
             local_start += count * width
 
 

@@ -16,7 +16,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def unwrap_given_optimizer(optimizer: Any) -> Any:
-    """The same for the argument of a public function.
+    """`unwrap_optimizer` for the argument of a public function, which is checked.
 
     Raises:
         TypeError: it is no optimizer.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.reduction.object_gather import gather_if_different
+from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.reduction.private_torch_apis import names_ignored_by_ddp
 from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings
 
@@ -68,19 +68,20 @@ def _compare_in_group(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]
     """Describe the first difference between the tensors of the ranks of `group`; None if there is none."""
     device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     checksums = torch.stack([checksum(tensor).to(device) for _, tensor in tensors]).tolist()
-    by_rank = gather_if_different([(name, total) for (name, _), total in zip(tensors, checksums, strict=True)], group)
+    names = [name for name, _ in tensors]
+    by_rank = gather_if_different(list(zip(names, checksums, strict=True)), group)
     if by_rank is None:
         return None
-    names = [[name for name, _ in of_rank] for of_rank in by_rank]
-    if any(of_rank != names[0] for of_rank in names):
-        missing = sorted(set.union(*map(set, names)) - set.intersection(*map(set, names)))
+    names_by_rank = [[name for name, _ in of_rank] for of_rank in by_rank]
+    if any(of_rank != names for of_rank in names_by_rank):
+        missing = sorted(set.union(*map(set, names_by_rank)) - set.intersection(*map(set, names_by_rank)))
         return f"replicas differ: {', '.join(missing[:3]) or 'the order of tensors'} is not on every rank"
-    different = [k for k, entries in enumerate(zip(*by_rank, strict=True)) if len(set(entries)) > 1]
+    different = [k for k, of_tensor in enumerate(zip(*by_rank, strict=True)) if len(set(of_tensor)) > 1]
     first = different[0]
     ranks = dist.get_process_group_ranks(group)
     wrong = [str(rank) for rank, held in zip(ranks, by_rank, strict=True) if held[first] != by_rank[0][first]]
     return (
-        f"replicas differ: {names[0][first]} on rank {', '.join(wrong)} differs from that on rank {ranks[0]} "
+        f"replicas differ: {names[first]} on rank {', '.join(wrong)} differs from that on rank {ranks[0]} "
         f"({len(different)} of {len(tensors)} tensors differ)"
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.reduction.collective_errors import explain_lost_rank
+from hf_lowprec.reduction.collectives import explain_lost_rank
 from hf_lowprec.reduction.private_torch_apis import replicates_shards
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.reduction.object_gather import gather_if_different
+from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.rounding import dtype_name
 
 _SHOWN = 3

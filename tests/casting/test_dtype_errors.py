@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import conv1d, conv3d, grid_sample, layer_norm, scaled_dot_product_attention
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.hooks.input_hooks import numbers_of
+from hf_lowprec.casting.hooks.input_downcast import numbers_of
 from tests.support.models.inspection import BF16, FP16, hook_counts
 
 

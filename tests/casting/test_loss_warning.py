@@ -10,15 +10,15 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hf_lowprec
+from hf_lowprec import once
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.notices import loss_warning
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_warning, "_given", False)
+    monkeypatch.setattr(once, "_said", set())
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_lowprec import AdamW
-from hf_lowprec.monitor.layer_probes.probes import Probe
+from hf_lowprec.monitor.layer_probes import Probe
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.tools.doctor import checks
 from hf_lowprec.tools.doctor.layers import probe_layers

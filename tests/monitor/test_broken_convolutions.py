@@ -6,14 +6,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.monitor.layer_probes import broken_convolutions
-from hf_lowprec.monitor.layer_probes.broken_convolutions import (
+from hf_lowprec.monitor import broken_convolutions
+from hf_lowprec.monitor.broken_convolutions import (
     find_broken_convolutions,
     keep_fp32_patterns,
     workarounds,
 )
-from hf_lowprec.monitor.layer_probes.computations import layer_computations
-from hf_lowprec.monitor.layer_probes.probes import probe_layer
+from hf_lowprec.monitor.layer_probes import layer_computations, probe_layer
 from tests.support.broken_kernels.planted import break_function, off_by
 
 pytestmark = pytest.mark.usefixtures("own_kernels")

@@ -6,7 +6,7 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
-from hf_lowprec.monitor.step_statistics import COLUMN
+from hf_lowprec.monitor.step_precision import COLUMN
 from hf_lowprec.rounding.low_bits import fp64_value
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.monitor.layer_probes.computations import layer_computations
-from hf_lowprec.monitor.layer_probes.probes import TOLERANCE, probe_layer
+from hf_lowprec.monitor.layer_probes import TOLERANCE, layer_computations, probe_layer
 from hf_lowprec.tools.doctor import layers as doctor
 from tests.support.broken_kernels.planted import break_function, fill, off_by
 from tests.support.processes import forkserver

@@ -10,6 +10,11 @@ from hf_lowprec.monitor.parameter_samples import FEWEST, LARGEST, MOST, SMALLEST
 SHAPES = [(1000, 64), (7,), (64,), (3, 5, 40), (1,), (0, 4), ()]
 
 
+def _sampled(samples):
+    """How many elements of each row are no padding."""
+    return samples.clear_padding(torch.ones(len(samples.sizes), 64, dtype=torch.bool)).sum(1)
+
+
 @pytest.fixture
 def tensors():
     return [torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) for shape in SHAPES]
@@ -23,7 +28,7 @@ def test_rows_are_evenly_spaced_elements_and_short_ones_end_in_zeros(tensors):
         assert torch.equal(row[:count], tensor.flatten()[::stride])  # the values are the positions
         assert not row[count:].any()
     assert samples.counts[1:3] == [7, 64]
-    assert torch.equal(samples.valid.sum(1), torch.tensor(samples.counts))
+    assert torch.equal(_sampled(samples), torch.tensor(samples.counts))
     assert samples.positions[0, :3].tolist() == [0, samples.strides[0], 2 * samples.strides[0]]
 
 
@@ -37,7 +42,7 @@ def test_a_sample_visits_all_columns(rows):
 
 def test_weights_of_elements_add_up_to_the_tensor(tensors):
     samples = ParameterSamples(tensors, 64)
-    totals = samples.element_weights * samples.valid.sum(1)
+    totals = samples.element_weights * _sampled(samples)
     assert torch.equal(totals, torch.tensor([t.numel() for t in tensors], dtype=torch.float64))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import hf_lowprec
 from hf_lowprec import fp32_state_dict
-from hf_lowprec.monitor.step_statistics import SUMS
+from hf_lowprec.monitor.step_precision import SUMS
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hf_lowprec.casting.module_tree import ModuleTree
+
 Rule = Literal["quantized", "listed class", "norm", "rotary", "loss", "model class", "keep_fp32", "tied"]
 
 
@@ -51,3 +53,25 @@ def outermost(name: str, modules: Iterable[str]) -> str | None:
     parts = name.split(".")
     above = ("", *(".".join(parts[:depth]) for depth in range(1, len(parts) + 1)))
     return next((module for module in above if module in modules), None)
+
+
+def keep_tied_weights(tree: ModuleTree, parts: Fp32Parts) -> None:
+    """Add to `parts` every tensor of a kept module, and every other leaf module that owns such a tensor: tied weights.
+
+    A module computes in one dtype, so such an owner is kept as a whole, with its other tensors. Those may be tied in
+    turn, so this is repeated until nothing is added.
+    """
+    kept_before = -1
+    while kept_before != len(parts.modules):
+        kept_before = len(parts.modules)
+        for tensor in tree.tensors:
+            kept_owners = (owner.name for owner in tensor.owners if parts.outermost(owner.module) is not None)
+            kept_owner = next(kept_owners, None)
+            if kept_owner is not None:
+                parts.tensors.setdefault(tensor.name, Reason("tied", f"tied to {kept_owner}"))
+            if tensor.name not in parts.tensors or not tensor.is_shared:
+                continue
+            for owner in tensor.owners:
+                if not tree.modules[owner.module]._modules and parts.outermost(owner.module) is None:
+                    other = kept_owner or next(o.name for o in tensor.owners if o.name != owner.name)
+                    parts.modules[owner.module] = Reason("tied", f"tied to {other}")

@@ -24,7 +24,8 @@ def named_by_caller(tree: ModuleTree, entry: Entry) -> Fp32Parts:
     if isinstance(entry, type):
         reason = Reason("keep_fp32", f"keep_fp32 {entry.__name__!r}")
         return Fp32Parts({name: reason for name, module in tree.modules.items() if isinstance(module, entry)})
-    reason, match = Reason("keep_fp32", f"keep_fp32 {entry!r}"), re.compile(fnmatch.translate(f"*.{entry}")).match
+    reason = Reason("keep_fp32", f"keep_fp32 {entry!r}")
+    match = re.compile(fnmatch.translate(f"*.{entry}")).match  # of a name with a dot before it
     parts = Fp32Parts({name: reason for name in tree.modules if name and match(f".{name}")})
     for tensor in tree.tensors:
         for owner in tensor.owners:

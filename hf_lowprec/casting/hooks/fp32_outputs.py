@@ -16,7 +16,7 @@ from hf_lowprec.casting.hooks.forward_code import (
     names_in_forward,
     uses_torch_losses,
 )
-from hf_lowprec.casting.hooks.input_hooks import install_input_downcast
+from hf_lowprec.casting.hooks.input_downcast import install_input_downcast
 from hf_lowprec.casting.hooks.module_hooks import install_model_output_upcast, install_output_upcast
 from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers
@@ -111,10 +111,9 @@ def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
     module = tree.modules[model]
     if not is_code_of_transformers(module) or "return_loss" not in arguments_of_forward(module):
         return []
-    names = names_in_forward(module)
     children = computing_children(tree, model)
     inside = [part for child in children if is_model(tree.modules[child]) for part in computing_children(tree, child)]
-    called = children + [part for part in inside if part.rpartition(".")[2] in names]
+    called = children + [part for part in inside if part.rpartition(".")[2] in names_in_forward(module)]
     parts = [part for child in called for part in tree.callable_parts(child)]
     heads = [part for part in parts if not is_model(tree.modules[part])]
     if len(heads) > 1:

@@ -16,10 +16,9 @@ from hf_lowprec.casting.fp32_rules.listed_classes import (
     CLASSES_PREDICTING_IN_FP32,
     CLASSES_RETURNING_FP32,
 )
-from hf_lowprec.casting.fp32_rules.losses import is_loss
+from hf_lowprec.casting.fp32_rules.losses import is_loss, modules_with_torch_losses
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
 from hf_lowprec.casting.hooks.loss_hooks import calls_loss_function, has_loss_function
-from hf_lowprec.casting.hooks.torch_losses import modules_with_torch_losses
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, output_embeddings
 from hf_lowprec.casting.module_tree import ModuleTree
 

@@ -1,7 +1,7 @@
 """Hooks that convert the floating tensors among a module's inputs and outputs between FP32 and 16 bits.
 
 Every hook of a cast is a plain function or a frozen dataclass: pickle finds it by name, `deepcopy` keeps it, and a
-later cast recognizes it. The hook that rounds a model's inputs is in `input_hooks.py`, that of loss functions in
+later cast recognizes it. The hook that rounds a model's inputs is in `input_downcast.py`, that of loss functions in
 `loss_hooks.py`.
 """
 

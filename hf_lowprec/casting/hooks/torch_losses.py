@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hf_lowprec.casting.fp32_rules.losses import is_loss
-from hf_lowprec.casting.hooks.forward_code import TORCH_LOSS_FUNCTIONS, is_code_of_transformers, uses_torch_losses
+from hf_lowprec.casting.hooks.forward_code import TORCH_LOSS_FUNCTIONS
 from hf_lowprec.casting.hooks.module_hooks import to_fp32_copies
-from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.private_torch_apis import runs_in_checkpoint, show_cross_entropy_to_modes
 
 # `nll_loss`, `kl_div` and `ctc_loss` are given logarithms: rounded ones would make rounded losses.
@@ -32,15 +30,6 @@ class Fp32TorchLosses(TorchFunctionMode):
         if func in _IN_FP32 and not runs_in_checkpoint():
             args, kwargs = to_fp32_copies(args), to_fp32_copies(kwargs)
         return func(*args, **kwargs)
-
-
-def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
-    """The modules outside of transformers whose `forward` names one of torch's losses, except for losses themselves."""
-    return [
-        name
-        for name, module in tree.modules.items()
-        if uses_torch_losses(module) and not is_code_of_transformers(module) and not is_loss(module)
-    ]
 
 
 def install_fp32_torch_losses(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import cast_dtypes
-from hf_lowprec.casting.hooks.input_hooks import numbers_of
+from hf_lowprec.casting.hooks.input_downcast import numbers_of
 from hf_lowprec.casting.hooks.module_hooks import remove_hooks
 from hf_lowprec.casting.module_tree import join
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
@@ -96,12 +96,16 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
     """Say which module failed, which one converts to FP32, and which entry of `keep_fp32` avoids the error."""
     names = {id(module): name for name, module in model.named_modules()}
     calls = [(module, code) for module, code in _calls(trace) if id(module) in names]
-    failed, converts = calls[-1][0], [m for m, code in calls if not _TO_FLOAT32.isdisjoint(code.co_names)]
+    failed = calls[-1][0]
     text = f"hf_lowprec: this failed in {_description(failed, names)}"
-    converts = [module for module in converts if not type(module).__module__.startswith("torch.")]
-    if converts and converts[-1] is not failed:
-        text += f", called by {_description(converts[-1], names)}, whose code converts to FP32"
-    keep = next((names[id(m)] for m in (*reversed(converts), failed) if m is not model), "")
+    converting = [
+        module
+        for module, code in calls
+        if not _TO_FLOAT32.isdisjoint(code.co_names) and not type(module).__module__.startswith("torch.")
+    ]
+    if converting and converting[-1] is not failed:
+        text += f", called by {_description(converting[-1], names)}, whose code converts to FP32"
+    keep = next((names[id(module)] for module in (*reversed(converting), failed) if module is not model), "")
     if keep:
         keep = _pattern(keep, dict(model.named_modules()))
         text += f". Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."
@@ -121,18 +125,24 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
 
 def _tensors_in_failed_line(trace: TracebackType, module: nn.Module, name: str) -> list[str]:
     """The qualified names of the 16-bit parameters and buffers that the line names on which a module's code failed."""
-    frames = [(frame, summary) for frame, summary in zip(_frames(trace), traceback.extract_tb(trace), strict=True)]
-    frame, summary = next((frame, summary) for frame, summary in reversed(frames) if _called_module(frame) is module)
-    first = summary.lineno or 0
-    last = getattr(summary, "end_lineno", None) or first  # Python 3.11 and later
-    start, end = getattr(summary, "colno", None), getattr(summary, "end_colno", None)
-    lines = [linecache.getline(summary.filename, number) for number in range(first, last + 1)]
-    if len(lines) == 1 and start is not None:
-        lines = [lines[0].encode()[start:end].decode()]
-    attributes = re.findall(rf"\b{frame.f_code.co_varnames[0]}\.([\w.]+)", "".join(lines))
+    frames = zip(_frames(trace), traceback.extract_tb(trace), strict=True)
+    *_, (frame, summary) = ((frame, summary) for frame, summary in frames if _called_module(frame) is module)
+    name_of_self = frame.f_code.co_varnames[0]
+    attributes = re.findall(rf"\b{name_of_self}\.([\w.]+)", _source_of_operation(summary))
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     attributes = [a for a in dict.fromkeys(attributes) if a in tensors and tensors[a].dtype in LOW_PRECISION_DTYPES]
     return [join(name, attribute) for attribute in attributes]
+
+
+def _source_of_operation(summary: traceback.FrameSummary) -> str:
+    """The lines that a frame was at or, from Python 3.11 on, the part of one line."""
+    first = summary.lineno or 0
+    last = getattr(summary, "end_lineno", None) or first
+    start, end = getattr(summary, "colno", None), getattr(summary, "end_colno", None)
+    lines = [linecache.getline(summary.filename, number) for number in range(first, last + 1)]
+    if len(lines) == 1 and start is not None:
+        return lines[0].encode()[start:end].decode()
+    return "".join(lines)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:

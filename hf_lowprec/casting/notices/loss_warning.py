@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.hooks.module_hooks import remove_hooks, returns_float32
+from hf_lowprec.once import first_time
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
-_given = False
 logger = logging.getLogger(__name__)
 
 
@@ -32,14 +32,12 @@ def remove_loss_warning(module: nn.Module) -> None:
 
 def warn_of_16_bit_loss(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook: log the warning if `output` has a loss in 16 bits that is to be differentiated."""
-    global _given
-    if torch.compiler.is_compiling() or _given:
+    if torch.compiler.is_compiling():
         return
     loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
     if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.requires_grad:
         return
-    if loss.dtype in LOW_PRECISION_DTYPES and not returns_float32(module):
-        _given = True
+    if loss.dtype in LOW_PRECISION_DTYPES and not returns_float32(module) and first_time("loss in 16 bits"):
         logger.warning(
             "hf_lowprec: %s computes its loss in %s. For FP32, call hf_lowprec.return_float32(model) after "
             "cast_model(model) or, with Accelerate, prepare_accelerator(accelerator) before accelerator.prepare",

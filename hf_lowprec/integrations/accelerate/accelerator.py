@@ -25,7 +25,7 @@ from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
-from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
+from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.live_modules import live_modules
@@ -33,11 +33,11 @@ from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.reduction.collectives import gather_objects
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
-from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
 
@@ -100,7 +100,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
     _warn_of_separate_processes(accelerator, reduction)
     setattr(accelerator, _REDUCTION, reduction)
     prepared_models = PreparedModels()
-    comparison = RankComparison(accelerator)
+    comparison = FirstStepComparison(accelerator)
     for optimizer in private_apis.prepared_optimizers(accelerator):
         comparison.watch(optimizer)
     wrappers: dict[str, Callable] = {
@@ -293,14 +293,13 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
         logger.warning(
             "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Set the same seed on "
             "all ranks before building the model, load the same checkpoint, or set cpu_ram_efficient_loading to start "
-            "from "
-            "rank 0's",
+            "from rank 0's",
             difference,
         )
 
 
 def _prepare_optimizer(
-    comparison: RankComparison, original: Callable, optimizer: Any, *args: Any, **kwargs: Any
+    comparison: FirstStepComparison, original: Callable, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
 
@@ -353,7 +352,7 @@ def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> 
 
 def _clip_grad_norm_(
     accelerator: Accelerator,
-    comparison: RankComparison,
+    comparison: FirstStepComparison,
     original: Callable,
     parameters: Any,
     max_norm: float,
@@ -368,16 +367,15 @@ def _clip_grad_norm_(
     `max_grad_norm=0`; Trainer then logs none.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    clipped = {id(param) for param in parameters if param.grad is not None}
-    given = set(map(id, parameters))
+    ids = set(map(id, parameters))
+    ids_with_grad = {id(param) for param in parameters if param.grad is not None}
     for optimizer in private_apis.prepared_optimizers(accelerator):
-        groups = optimizer.param_groups
-        releases = gradient_release_of(optimizer) is not None
-        if releases and any(id(param) in given for group in groups for param in group["params"]):
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        if gradient_release_of(optimizer) and not ids.isdisjoint(map(id, stepped)):
             comparison.compare(optimizer, max_norm)
             is_unknown = max_norm == math.inf and optimizer.clip == "exact"
             return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
-        if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+        if ids_with_grad == {id(param) for param in stepped if param.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
             # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
             if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:

@@ -16,7 +16,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
-from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.reduction.collectives import gather_objects
 from hf_lowprec.rounding.low_bits import (
     drop_low_bits,
     low_bits,

@@ -26,7 +26,7 @@ from hf_lowprec.integrations.export.model_folder import (
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.low_bits import fp32_estimates, warn_of_weights_as_stored
-from hf_lowprec.reduction.collective_errors import explain_lost_rank
+from hf_lowprec.reduction.collectives import explain_lost_rank
 
 _DONE, _FAILED = -1, -2
 """The numbers that rank 0 announces in place of a tensor's."""

@@ -20,14 +20,13 @@ from hf_lowprec.integrations.transformers.reports.precision_report import precis
 from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
-from hf_lowprec.monitor.findings_catalogue import Finding
-from hf_lowprec.monitor.layer_probes.broken_convolutions import (
+from hf_lowprec.monitor.broken_convolutions import (
     find_broken_convolutions,
     keep_fp32_patterns,
     workarounds,
 )
-from hf_lowprec.monitor.step_precision import ALL, StepPrecision
-from hf_lowprec.monitor.step_statistics import LOST_SHARES
+from hf_lowprec.monitor.findings_catalogue import Finding
+from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
@@ -110,10 +109,11 @@ class LowPrecisionCallback(TrainerCallback):
         """
         options = optim_args or OptimArgs()
         patterns = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
-        accumulation, check_every = options.grad_accumulation, options.check_replicas_every
         self._patterns = (*patterns, *options.keep_fp32)
-        self._accumulation = check_grad_accumulation(self.grad_accumulation if accumulation is None else accumulation)
-        self._check_every = self.check_replicas_every if check_every is None else check_every
+        accumulation = self.grad_accumulation if options.grad_accumulation is None else options.grad_accumulation
+        self._accumulation = check_grad_accumulation(accumulation)
+        every = options.check_replicas_every
+        self._check_every = self.check_replicas_every if every is None else every
         if self._check_every < 0:
             raise ValueError(f"check_replicas_every={self._check_every} is negative; use 0 to disable the check")
         self.reduction: ReductionStatus | None = None
@@ -189,13 +189,7 @@ class LowPrecisionCallback(TrainerCallback):
             )
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
-        if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
-            raise ValueError(
-                f"optim={optimizer_name(args)!r} was requested, but {type(optimizer).__name__} from optimizers= or "
-                "create_optimizer would round away its updates to 16-bit weights. Build an hf_lowprec optimizer there, "
-                "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
-                "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
-            )
+        _check_optimizer(args, optimizer)
         if release := gradient_release_of(optimizer):
             check_gradient_release(args, args.max_grad_norm, optimizer.clip)
             if self._accumulation != "nearest":
@@ -208,19 +202,24 @@ class LowPrecisionCallback(TrainerCallback):
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"], state)
         if state.is_world_process_zero:
-            lines = self.reduction.lines() if self.reduction else []
-            lines += quantization_notes(kwargs["model"])
-            if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
-                lines.append(
-                    f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
-                    "micro-batch; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
-                )
-            if self.rounding_schedule is not None:
-                lines.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
-            self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, lines)
+            notes = self._notes(args, state, kwargs["model"])
+            self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, notes)
             if self.report:
                 print(self.report_text)
         self.weights_match_optimizer = True
+
+    def _notes(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> list[str]:
+        """The last lines of the precision report."""
+        notes = self.reduction.lines() if self.reduction else []
+        notes += quantization_notes(model)
+        if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
+            notes.append(
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
+                "micro-batch; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
+            )
+        if self.rounding_schedule is not None:
+            notes.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
+        return notes
 
     def _watch(self, optimizer: Any, model: nn.Module, state: TrainerState) -> None:
         """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
@@ -246,7 +245,7 @@ class LowPrecisionCallback(TrainerCallback):
             "hf_lowprec: torch computes layers of this model wrongly in %s on %s: %s. Workarounds: %s",
             dtype_name(self.dtype),
             device,
-            "; ".join(f"{_first(probe.names)}, {probe}" for probe in broken),
+            "; ".join(f"{_first_of(probe.names)}, {probe}" for probe in broken),
             workarounds(device, dict.fromkeys(named)),
         )
 
@@ -283,8 +282,7 @@ class LowPrecisionCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
-        if self._monitor is not None:
-            self._look(self._monitor)
+        self._evaluate()
         if self.precision is not None:
             additions |= logged_numbers(self.precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
@@ -293,10 +291,11 @@ class LowPrecisionCallback(TrainerCallback):
         logs |= additions
         state.log_history[-1] |= additions
 
-    def _look(self, monitor: RunMonitor) -> None:
-        """Evaluate what was measured."""
-        monitor.look()
-        self.precision, self.findings = monitor.precision, monitor.findings
+    def _evaluate(self) -> None:
+        """Evaluate what was measured since the last log, and warn of findings."""
+        if self._monitor is not None:
+            self._monitor.evaluate()
+            self.precision, self.findings = self._monitor.precision, self._monitor.findings
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -307,7 +306,7 @@ class LowPrecisionCallback(TrainerCallback):
         loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
         """
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._look(self._monitor)
+            self._evaluate()
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self._stop_watching(optimizer)
         self.weights_match_optimizer = False
@@ -347,6 +346,17 @@ class LowPrecisionCallback(TrainerCallback):
             release.stop()
 
 
+def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:
+    """Raise ValueError if `optim` is one of our names, and another library's optimizer was built."""
+    if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
+        raise ValueError(
+            f"optim={optimizer_name(args)!r} was requested, but {type(optimizer).__name__} from optimizers= or "
+            "create_optimizer would round away its updates to 16-bit weights. Build an hf_lowprec optimizer there, "
+            "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
+            "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
+        )
+
+
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
     """The numbers for Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
 
@@ -362,6 +372,6 @@ def logged_numbers(precision: StepPrecision) -> dict[str, float]:
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if is_lost(norms, "never_moved", more_than=0.0) else {})
 
 
-def _first(names: Sequence[str]) -> str:
+def _first_of(names: Sequence[str]) -> str:
     """The first of several names, and the number of the others."""
     return names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")

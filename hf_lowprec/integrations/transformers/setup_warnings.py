@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,13 +49,13 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
     in_16_bits = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
     without_grad = [param for param in params if param.requires_grad and not _has_gradient(optimizer, param)]
     if without_grad:
-        _search(_replaced_parameters, without_grad, len(params))
+        _warn_if_found(_replaced_parameters, without_grad, len(params))
     if any(param.dim() == 1 for param in in_16_bits):
-        _search(_converted_after_cast, in_16_bits)
+        _warn_if_found(_converted_after_cast, in_16_bits)
     if not in_16_bits and any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
-        _search(_uncast_model, params)
+        _warn_if_found(_uncast_model, params)
     if in_16_bits and ranks > 1:
-        _search(_fsdp2_sums if any(map(is_sharded, in_16_bits)) else _ddp_sums, in_16_bits)
+        _warn_if_found(_fsdp2_sums if any(map(is_sharded, in_16_bits)) else _ddp_sums, in_16_bits)
 
 
 def _has_gradient(optimizer: LowPrecisionOptimizer, param: Tensor) -> bool:
@@ -63,8 +63,8 @@ def _has_gradient(optimizer: LowPrecisionOptimizer, param: Tensor) -> bool:
     return released or param.grad is not None
 
 
-def _search(find: Callable[..., str | None], params: list[Tensor], *further: Any) -> None:
-    """Log the warning that `find` returns for `params`. Stops searching after that, or after a number of searches."""
+def _warn_if_found(find: Callable[..., str | None], params: list[Tensor], *further: Any) -> None:
+    """Log the warning that `find` returns for `params`. Stops searching after that, or after `_SEARCHES` searches."""
     if _searches[find] == _SEARCHES:
         return
     _searches[find] += 1
@@ -121,8 +121,8 @@ def _uncast_model(params: list[Tensor]) -> str | None:
 
 
 def _in_fp32_model(params: list[Tensor]) -> bool:
-    """Return whether `params` belong to models in which nothing is cast, quantized or in 16 bits."""
-    models = list(_models_of(params))
+    """Return whether `params` belong to models without anything cast, quantized or in 16 bits."""
+    models = _models_of(params)
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     plain = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point())
     modules = (module for model in models for module in model.modules())
@@ -133,14 +133,9 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
 
 def _ddp_sums(params: list[Tensor]) -> str | None:
     """Warn if DDP sums gradients of the 16-bit `params` over several ranks without a communication hook."""
-    ids = set(map(id, params))
-    wrapped = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
-    if not any(
-        any(id(param) in ids for param in module.parameters())
-        and not comm_hook_states(module)
-        and module.process_group.size() > 1
-        for module in wrapped
-    ):
+    wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
+    summing = (module for module in wrappers if not comm_hook_states(module) and module.process_group.size() > 1)
+    if not _holding(params, summing):
         return None
     return (
         "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
@@ -151,12 +146,8 @@ def _ddp_sums(params: list[Tensor]) -> str | None:
 
 def _fsdp2_sums(params: list[Tensor]) -> str | None:
     """Warn if FSDP2 sums gradients of the 16-bit `params` over several ranks by torch's own reduce-scatter."""
-    ids = set(map(id, params))
     sharded = (module for module in live_modules() if issubclass(type(module), FSDPModule))
-    if not any(
-        reduce_scatters_in_16_bits(module) and any(id(param) in ids for param in module.parameters())
-        for module in sharded
-    ):
+    if not _holding(params, filter(reduce_scatters_in_16_bits, sharded)):
         return None
     return (
         "FSDP2 sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
@@ -165,11 +156,14 @@ def _fsdp2_sums(params: list[Tensor]) -> str | None:
     )
 
 
-def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
+def _models_of(params: list[Tensor]) -> list[nn.Module]:
     """The outermost modules that hold any of `params`."""
     modules = live_modules()
     inner = {id(child) for module in modules for child in module._modules.values()}
+    return _holding(params, (module for module in modules if id(module) not in inner))
+
+
+def _holding(params: list[Tensor], modules: Iterable[Any]) -> list[Any]:
+    """Those of `modules` that hold any of `params`, directly or in modules inside."""
     ids = set(map(id, params))
-    for module in modules:
-        if id(module) not in inner and any(id(param) in ids for param in module.parameters()):
-            yield module
+    return [module for module in modules if any(id(param) in ids for param in module.parameters())]

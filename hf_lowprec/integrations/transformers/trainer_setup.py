@@ -46,22 +46,21 @@ def build(call: TrainerCall) -> None:
     """
     trainer, arguments = call.trainer, call.arguments
     args: TrainingArguments | None = arguments.get("args")
-    named = args is not None and args.optim in OPTIMIZER_NAMES
+    has_our_name = args is not None and args.optim in OPTIMIZER_NAMES
     callbacks = list(arguments.get("callbacks") or [])
-    callback = _low_precision_callback(callbacks, named)
+    callback = _low_precision_callback(callbacks, has_our_name)
     if callback is None:
         call.proceed()
         add_lost_updates_warning(trainer)
         return
 
     optim_args = OptimArgs()
-    if args is not None and named:
-        kwargs = checked_arguments(args)
+    if args is not None and has_our_name:
+        settings: Sequence[Mapping[str, Any]] = [checked_arguments(args)]
         optim_args = optim_args_of(args)
-        _move_to_fields(args, optim_args.optimizer)
-        settings: Sequence[Mapping[str, Any]] = [kwargs]
+        _copy_to_fields(args, optim_args.optimizer)
     else:
-        settings = _optimizer_settings(arguments)
+        settings = _settings_of_given_optimizer(arguments)
     _check_precision(args)
     callback.begin(optim_args, keep_low_bits=any(map(starts_with_low_bits, settings)))
     attach(trainer, callback)
@@ -72,11 +71,7 @@ def build(call: TrainerCall) -> None:
         arguments["model_init"] = _casting(arguments["model_init"], cast)
     arguments["callbacks"] = [*(other for other in callbacks if not _is_low_precision_callback(other)), callback]
     call.proceed()
-    if trainer.args.n_gpu > 1:  # not earlier: Trainer sets it to 1 for a model that is spread over the GPUs
-        raise ValueError(
-            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start one process "
-            "per GPU with accelerate launch or torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES=0 to use one GPU"
-        )
+    _check_one_gpu(trainer)
     private_apis.read_checkpoints_in_float32(trainer)
     if callback.reduction is None:  # a subclass creates its accelerator in another way
         callback.prepare(trainer.accelerator)
@@ -169,8 +164,8 @@ def _warn_of_overwritten_weight_decay(trainer: Trainer) -> None:
         )
 
 
-def _optimizer_settings(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The settings of an hf_lowprec optimizer that is passed to the Trainer, if there is one."""
+def _settings_of_given_optimizer(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The settings of an hf_lowprec optimizer among the constructor's arguments, by param group; empty without one."""
     optimizer, _ = arguments.get("optimizers") or (None, None)
     if isinstance(optimizer, LowPrecisionOptimizer):
         return [{**group, "initial_compensation": optimizer.initial_compensation} for group in optimizer.param_groups]
@@ -179,7 +174,7 @@ def _optimizer_settings(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, A
 
 
 def _with_losses(trainer: Trainer, model: nn.Module) -> nn.Module:
-    """`model`, or the losses around it: sentence-transformers trains their parameters too, and has them in `loss`."""
+    """The losses that contain `model`, which sentence-transformers trains and keeps in `trainer.loss`; else `model`."""
     loss = getattr(trainer, "loss", None)
     if isinstance(loss, dict) and all(isinstance(one, nn.Module) for one in loss.values()):
         loss = nn.Sequential(OrderedDict(loss))
@@ -195,11 +190,11 @@ def _is_low_precision_callback(callback: Any) -> bool:
     return isinstance(callback, LowPrecisionCallback) or callback is LowPrecisionCallback
 
 
-def _low_precision_callback(callbacks: list[Any], named: bool) -> LowPrecisionCallback | None:
+def _low_precision_callback(callbacks: list[Any], has_our_name: bool) -> LowPrecisionCallback | None:
     """The user's `LowPrecisionCallback` or an instance of the class; a new one if `optim` is one of our names."""
     callback = next(filter(_is_low_precision_callback, callbacks), None)
     if callback is None:
-        return LowPrecisionCallback() if named else None
+        return LowPrecisionCallback() if has_our_name else None
     return callback if isinstance(callback, LowPrecisionCallback) else callback()
 
 
@@ -220,7 +215,16 @@ def _check_precision(args: Any) -> None:
             )
 
 
-def _move_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
+def _check_one_gpu(trainer: Trainer) -> None:
+    """Raise ValueError for DataParallel. Only a built Trainer knows: it has one GPU for a model spread over several."""
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start one process "
+            "per GPU with accelerate launch or torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES=0 to use one GPU"
+        )
+
+
+def _copy_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
     """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
     Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.

@@ -36,6 +36,20 @@ _COMPARISONS: dict[Callable, str] = {
     operator.eq: "==",
     operator.ne: "!=",
 }
+_METHODS: dict[Callable, tuple[str, bool]] = {
+    sqrt_rn: ("sqrt_rn", True),
+    quiet_nan: ("quiet_nan", True),
+    from_bfloat16: ("from_bfloat16", True),
+    to_bfloat16: ("to_bfloat16", True),
+    operator.truediv: ("divide", True),
+    divide_above: ("divide_above", True),
+    operator.rshift: ("shift_right", False),
+    torch.clamp_min: ("larger", False),
+    torch.clamp_max: ("smaller", False),
+    weyl: ("weyl", False),
+    block_max: ("block_max", False),
+}
+"""Function → the method of `Renderer` with the same operands, and whether its result is a float."""
 
 
 class Renderer:
@@ -203,30 +217,11 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
     operands = [text(arg, floats) for arg in args if isinstance(arg, fx.Node | int | float)]
     if target == "view":
         return renderer.bitcast(operands[0], args[1] is torch.float32), args[1] is torch.float32
-    if target is sqrt_rn:
-        return renderer.sqrt_rn(operands[0]), True
-    if target is quiet_nan:
-        return renderer.quiet_nan(operands[0]), True
-    if target is from_bfloat16:
-        return renderer.from_bfloat16(operands[0]), True
-    if target is to_bfloat16:
-        return renderer.to_bfloat16(operands[0]), True
-    if target is weyl:
-        return renderer.weyl(*operands), False
-    if target is torch.clamp_min:
-        return renderer.larger(*operands), False
-    if target is torch.clamp_max:
-        return renderer.smaller(*operands), False
-    if target is block_max:
-        return renderer.block_max(operands[0]), False
     if target is operator.neg and floats:
         return renderer.negate(operands[0]), True
-    if target is divide_above:
-        return renderer.divide_above(*operands), True
-    if target is operator.truediv:
-        return renderer.divide(*operands), True
-    if target is operator.rshift:
-        return renderer.shift_right(*operands), False
+    if target in _METHODS:
+        method, result_is_float = _METHODS[target]
+        return getattr(renderer, method)(*operands), result_is_float
     if target in _COMPARISONS:
         return renderer.compare(operands[0], _COMPARISONS[target], operands[1], floats), False
     if target in _INFIX:

@@ -92,7 +92,7 @@ class GradientRelease:
         self.before_bucket: list[Callable[[StepPlan], None]] = []
         self._running = _RunningStep()
         self._plans: dict[tuple[Any, int], StepPlan] = {}
-        self._averaged: set[int] = set()
+        self._averaged_later: set[int] = set()  # identities of parameters, see `average_later`
         self._checked = self._ended_once = False
         self._hooks = GradientHooks(self.gradient_is_final)
         self._lock = threading.RLock()  # autograd has a thread per device
@@ -144,7 +144,7 @@ class GradientRelease:
             running = self._running
             if id(param) in running.versions:
                 raise RuntimeError(self._second_gradient(param))
-            if id(param) in self._averaged:
+            if id(param) in self._averaged_later:
                 running.versions[id(param)] = None
                 return
             running.versions[id(param)] = _version(param.grad)
@@ -158,7 +158,7 @@ class GradientRelease:
 
     def average_later(self, params: Collection[Tensor]) -> None:
         """Do not step `params` when their gradients are final, but when `take_means` hands over the means."""
-        self._averaged |= set(map(id, params))
+        self._averaged_later |= set(map(id, params))
 
     def take_means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[bool]:
         """Step those of `params` that this optimizer has with `means`, their gradients averaged over ranks.
@@ -167,8 +167,8 @@ class GradientRelease:
             For each parameter, whether it was stepped, and its gradient freed.
         """
         with self._lock:
-            arrived = self._running.versions.keys() - self._running.stepped
-            mine = [id(param) in self._averaged and id(param) in arrived for param in params]
+            to_step = self._averaged_later & (self._running.versions.keys() - self._running.stepped)
+            mine = [id(param) in to_step for param in params]
             bucket = self._running.waiting["means"]  # all that is there is stepped, since DDP keeps it in any case
             for param, mean, is_mine in zip(params, means, mine, strict=True):
                 if is_mine:
@@ -271,7 +271,7 @@ class GradientRelease:
                 continue
             if id(param) not in running.stepped:
                 running.waiting[bucket_key(param)].add(param)
-            elif id(param) in self._averaged:
+            elif id(param) in self._averaged_later:
                 param.grad = None  # DDP's view of its bucket
             else:
                 raise RuntimeError(self._second_gradient(param))
@@ -310,7 +310,7 @@ class GradientRelease:
         if running.settings is None:
             optimizer.check_gradient_release()
             running.settings = self._settings()
-        slot = key, running.buckets[key]
+        slot = key, running.buckets[key]  # its plan fits if the backward pass has the order of the last one
         with optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
             self._plans[slot] = plan
             optimizer.prepare_step(plan)

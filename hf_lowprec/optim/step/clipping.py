@@ -99,15 +99,15 @@ class GradientClipping:
         self.pending: PendingClip | None = None
         self.skipped_steps: Tensor | None = None
 
-    def limit(self, max_grad_norm: float | None, max_norm: float | None = None) -> float | None:
-        """The norm to which the coming step clips gradients, or None.
+    def limit(self, default: float | None, requested: float | None = None) -> float | None:
+        """The norm to which the coming step clips gradients; None if it does not clip.
 
         Args:
-            max_grad_norm: the optimizer's argument, which `clip_grad_norm_` overrides.
-            max_norm: the argument of a call of `clip_grad_norm_` that is under way.
+            default: the optimizer's `max_grad_norm`, for gradients of which `clip_grad_norm_` was not called.
+            requested: what a call of `clip_grad_norm_` that is under way asks for, after earlier calls.
         """
-        limit = _smallest(max_norm, self.pending)
-        limit = max_grad_norm if limit is None else limit
+        smallest = _smallest(requested, self.pending)
+        limit = default if smallest is None else smallest
         return None if limit == math.inf else limit
 
     @property
@@ -139,11 +139,15 @@ class GradientClipping:
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`. `pending` is left unchanged.
         """
+        self.pending = PendingClip(grads, self._verified_norm(backend_steps), max_norm, self.pending)
+        return self.pending
+
+    def _verified_norm(self, backend_steps: Sequence[BackendStep]) -> Tensor:
+        """Compute the norm of all gradients. It may show that clipped gradients were written to, an error."""
         norm = global_norm(backend_steps)
         if self.pending is not None and self.pending.unverified:
             self.pending.verify(norm)
-        self.pending = PendingClip(grads, norm, max_norm, self.pending)
-        return self.pending
+        return norm
 
     def clip_step(
         self, backend_steps: Sequence[BackendStep], max_grad_norm: float | None, skip_nonfinite: bool
@@ -158,19 +162,14 @@ class GradientClipping:
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        limit, pending = self.limit(max_grad_norm), self.pending
+        limit, known = self.limit(max_grad_norm), self.pending
         if limit is None and not skip_nonfinite:
             return None
-        # What was computed outside of a CUDA graph is not what its replays find, and the other way round.
-        is_current = pending is not None and pending.captured == is_capturing()
-        if pending is not None and is_current and not pending.unverified:
-            norm = pending.norm
-        else:
-            norm = global_norm(backend_steps)
-            if pending is not None and pending.unverified:
-                pending.verify(norm)
+        if known is not None and known.captured != is_capturing():
+            known = None  # replays of a CUDA graph do not find what was computed outside, and the other way round
+        norm = self._verified_norm(backend_steps) if known is None or known.unverified else known.norm
         if limit is not None:
-            factor = pending.factor if pending is not None and is_current else None
+            factor = None if known is None else known.factor
             if factor is None:
                 factor = clip_factor(norm, limit)
             for step in backend_steps:
@@ -251,17 +250,19 @@ class PendingClip:
             id(grad): version for grad, version in zip(clipped, self._versions, strict=True) if grad is not None
         }
         if self.limit is None or not any(id(grad) in version_of for grad in grads):
-            return False
+            return False  # not clipped, or none of them is left
         changed = [grad for grad, version in zip(grads, versions, strict=True) if version_of.get(id(grad)) != version]
-        if not changed or self.factor is None or self.taken:
-            return not changed
+        if not changed:
+            return True  # some are gone, the others are what they were
+        if self.factor is None or self.taken:
+            return False  # nothing was scaled, or the step was taken: these are new gradients
         if all(id(grad) in version_of and grad._is_view() for grad in changed):
             self.unverified = True  # DDP's buckets hold several gradients, which share their version
             return True
         # During a capture the device cannot be asked whether a gradient is zero.
         nonzero = changed if is_capturing() else [grad for grad in changed if local_shard(grad).any()]
         if len(changed) == len(grads) and not any(id(grad) in version_of for grad in nonzero):
-            return False
+            return False  # all were zeroed, and new ones may have been added
         if nonzero:
             raise RuntimeError(GRADIENTS_CHANGED)
         return True

@@ -131,21 +131,15 @@ class StepPlan:
             states = state_tensors(optimizer, group, param)
             number = index + operator.index(validation.first_parameter(group))
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
-            shapes = {tensor.key: tensor.shape for tensor in states}
-            tensors = {name: optimizer_state[name] for name in shapes}
             former = states_of_other_modes(group, optimizer_state)
-            others = {"its gradient": grad} | {name: optimizer_state[name] for name in sorted(former)}
-            for name, tensor in (others | tensors).items():
-                if tensor.shape != shapes.get(name, param.shape) or tensor.device != param.device:
-                    validation.raise_mismatch(index, param, optimizer_state)
-                validation.check_placement(index, param, tensor)
-            dtypes = (param.dtype, local_shard(grad).dtype, *(tensor.dtype for tensor in tensors.values()))
+            _check_shapes(index, param, states, sorted(former), optimizer_state)
+            parts = {tensor.key: local_shard(optimizer_state[tensor.key]) for tensor in states}
+            for name, part in parts.items():
+                validation.check_memory(group, index - first, index, f"its state {name!r}", part)
+            dtypes = (param.dtype, local_shard(grad).dtype, *(part.dtype for part in parts.values()))
             stored = tuple(tensor.state for tensor in states)
             if (stored, dtypes) not in specs:
                 specs[stored, dtypes] = step_spec(optimizer, group, stored, dtypes, clipped)
-            parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
-            for name, part in parts.items():
-                validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             entry = ParamEntry(
                 number=number,
                 group=group,
@@ -256,6 +250,26 @@ def _is_freed(part: Tensor, address: int) -> bool:
     True also if communication has yet to write the part.
     """
     return address == part.storage_offset() * part.element_size() and part.numel() > 0
+
+
+def _check_shapes(
+    index: int, param: Tensor, states: list[StateTensor], former: list[str], optimizer_state: dict[str, Any]
+) -> None:
+    """Raise ValueError unless the gradient and states of `param` have their shapes, and its device and placement.
+
+    Args:
+        index: the parameter's position in the optimizer.
+        param: the parameter.
+        states: the states that it has.
+        former: names of those that it had in another rounding mode.
+        optimizer_state: its entry in `optimizer.state`.
+    """
+    shapes = dict.fromkeys(former, param.shape) | {tensor.key: tensor.shape for tensor in states}
+    tensors = [(param.grad, param.shape), *((optimizer_state[name], shape) for name, shape in shapes.items())]
+    for tensor, shape in tensors:
+        if tensor.shape != shape or tensor.device != param.device:
+            validation.raise_mismatch(index, param, optimizer_state)
+        validation.check_placement(index, param, tensor)
 
 
 def _initialized_state(

@@ -100,7 +100,7 @@ def _check_machine() -> NoReturn:
     """Run all checks, print their results, and exit."""
     import torch.distributed as dist
 
-    from hf_lowprec.reduction.object_gather import gather_objects
+    from hf_lowprec.reduction.collectives import gather_objects
     from hf_lowprec.tools.doctor import checks, tiny_training
 
     broken = False

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
-from hf_lowprec.monitor.layer_probes.broken_convolutions import workarounds
+from hf_lowprec.monitor.broken_convolutions import workarounds
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.backends.c.compiler import CompilerError
 from hf_lowprec.optim.backends.triton.availability import TritonError

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_lowprec.monitor.layer_probes.computations import Computation
-from hf_lowprec.monitor.layer_probes.probes import Probe, probe_layer, relative_errors
+from hf_lowprec.monitor.layer_probes import Computation, Probe, probe_layer, relative_errors
 
 
 def layers() -> dict[str, nn.Module]:

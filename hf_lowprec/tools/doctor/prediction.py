@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
-from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, parameter_kinds
 from hf_lowprec.rounding import MODES
+from hf_lowprec.tensor_names import PARAMETER_KINDS, parameter_kinds
 from hf_lowprec.tools.doctor.planned_run import PlannedRun
 from hf_lowprec.tools.doctor.rounded_updates import RoundedUpdates, count_spacings, round_updates
 from hf_lowprec.tools.doctor.update_sizes import ALL, LION, measured_directions, noise_directions

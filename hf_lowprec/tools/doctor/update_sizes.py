@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
-from hf_lowprec.monitor.tensor_names import parameter_kinds
+from hf_lowprec.tensor_names import parameter_kinds
 from hf_lowprec.tools.inspection.optimizer_states import ParameterState, read_parameter_states
 
 SAMPLE = 512

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hf_lowprec.monitor.findings_catalogue import Finding
-from hf_lowprec.monitor.tensor_names import listed
+from hf_lowprec.tensor_names import listed
 
 
 def counted(count: int, noun: str) -> str:

@@ -11,8 +11,8 @@ import torch
 from hf_lowprec.casting.cast_plan import make_plan
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
-from hf_lowprec.monitor.tensor_names import layer, name_pattern
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name, recommended_mode
+from hf_lowprec.tensor_names import layer, name_pattern
 from hf_lowprec.tools.inspection.findings import finding
 from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from hf_lowprec.monitor.findings_catalogue import Finding
-from hf_lowprec.monitor.tensor_names import layer, name_pattern
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.tensor_names import layer, name_pattern
 from hf_lowprec.tools.inspection.findings import finding
 from hf_lowprec.tools.inspection.findings_in_one import has_been_stepped, low_precision_training
 from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_lowprec.monitor.tensor_names import parameter_kinds
 from hf_lowprec.optim.state.states_in_8_bits import holds_codes
 from hf_lowprec.rounding.block_floats import BLOCK
+from hf_lowprec.tensor_names import parameter_kinds
 from hf_lowprec.tools.inspection.checkpoint import Checkpoint
 from hf_lowprec.tools.inspection.optimizer_states import SECOND_MOMENT, ParameterState, ParamGroupSettings
 from hf_lowprec.tools.inspection.tensor_facts import CHUNK, TensorFacts, tensor_facts

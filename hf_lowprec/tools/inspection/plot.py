@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
+from hf_lowprec.tensor_names import PARAMETER_KINDS
 from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts
 from hf_lowprec.tools.inspection.two_checkpoints import Comparison
 

@@ -9,9 +9,9 @@ import torch
 from rich import box
 from rich.table import Table
 
-from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, listed
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
+from hf_lowprec.tensor_names import PARAMETER_KINDS, listed
 from hf_lowprec.tools.inspection.findings import counted
 from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, at_initial_value
 from hf_lowprec.tools.inspection.tensor_facts import TensorFacts

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
 from hf_lowprec.metrics_file import METRICS_NAME
-from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS
+from hf_lowprec.tensor_names import PARAMETER_KINDS
 from hf_lowprec.tools.plotting.run_records import TRAINER_STATE, RunRecords, read_records
 
 ALL = "all"

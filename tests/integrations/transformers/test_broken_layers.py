@@ -57,7 +57,7 @@ def test_a_broken_gradient_is_named(tmp_path, caplog, monkeypatch):
 
 
 def test_a_model_without_convolutions_is_not_probed(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_lowprec.monitor.layer_probes.broken_convolutions.probe_layer", None)
+    monkeypatch.setattr("hf_lowprec.monitor.broken_convolutions.probe_layer", None)
     trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
 
 
@@ -65,6 +65,6 @@ def test_a_probe_that_fails_stops_no_training(tmp_path, monkeypatch):
     def unexpected(*args, **kwargs):
         raise TypeError("conv1d of another library takes no such argument")
 
-    monkeypatch.setattr("hf_lowprec.monitor.layer_probes.broken_convolutions.probe_layer", unexpected)
+    monkeypatch.setattr("hf_lowprec.monitor.broken_convolutions.probe_layer", unexpected)
     trainer = Trainer(hubert(), arguments(tmp_path, optim="adamw_bf16_kahan", max_steps=1), train_dataset=sounds())
     assert trainer.train().global_step == 1

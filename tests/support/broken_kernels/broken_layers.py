@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.monitor.layer_probes.probes import Probe, describe_layer, probe_layer
+from hf_lowprec.monitor.layer_probes import Probe, describe_layer, probe_layer
 
 Batch = dict[str, Any]
 Built = tuple[nn.Module, Batch]

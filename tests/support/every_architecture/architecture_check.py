@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hf_lowprec
 from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
-from hf_lowprec.monitor.layer_probes.probes import Probe
+from hf_lowprec.monitor.layer_probes import Probe
 from tests.support.broken_kernels.broken_layers import broken_layers
 from tests.support.every_architecture.batch_exceptions import DISCRETE
 from tests.support.every_architecture.tiny_batches import Batch, offers

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hf_lowprec.optim.backends.c.compiler import FLAGS
 from hf_lowprec.optim.backends.c.kernel_source import render
-from hf_lowprec.optim.backends.c.square_sum import render_square_sum
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -36,7 +35,7 @@ class EmulatedLibrary:
         self._spec = spec
         self.calls = dict.fromkeys(_FUNCTIONS, 0)
         source, self._program = folder / "step.c", folder / "step"
-        source.write_text(render(spec) + render_square_sum(spec))
+        source.write_text(render(spec))
         portable = [flag for flag in flags if not flag.startswith("-m") and flag not in ("-fPIC", "-shared")]
         files = [str(source), str(Path(__file__).with_name("call_function.c")), "-o", str(self._program)]
         subprocess.run([COMPILER, *portable, *processor, "-fopenmp", "-static", *files, "-lm"], check=True)

@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_lowprec.integrations.transformers.checkpoints import damage
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, Manifest, read_json, read_manifest
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state, unknown_fields
-from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.reduction.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attac
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.state.low_bits import keep_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
-from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.reduction.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ class LostUpdatesWarning(TrainerCallback):
         if self._monitor is None or logs is None or "loss" not in logs:
             return
         self._logs += 1
-        self._monitor.look()
+        self._monitor.evaluate()
         if self._monitor.found or self._logs >= max(_MEASURED_LOGS):
             self._stop()
 
@@ -70,7 +70,7 @@ class LostUpdatesWarning(TrainerCallback):
     ) -> None:
         """Stop watching; a run without logs has its warning now."""
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._monitor.look()
+            self._monitor.evaluate()
         self._stop()
 
     def _stop(self) -> None:

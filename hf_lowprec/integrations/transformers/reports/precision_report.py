@@ -88,16 +88,17 @@ def _frozen(model: nn.Module) -> Iterator[Tensor]:
 
 def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
     """How weights are rounded, and those states that are averages in 16 or 8 bits."""
-    sizes: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+    bits_of_averages: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for group in optimizer.param_groups:
         params = (param for param in group["params"] if param.requires_grad)
         tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
-        averages = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages}
-        sizes[group["rounding"], group["state_rounding"], group["seed"]] |= averages - {32}
+        bits = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages}
+        bits_of_averages[group["rounding"], group["state_rounding"], group["seed"]] |= bits - {32}
     modes = []
-    for (rounding, state_rounding, seed), bits in sorted(sizes.items()):
-        states = " and ".join(f"{count}-bit" for count in sorted(bits, reverse=True))
-        modes.append(f"weights {rounding}, {f'{states} states {state_rounding}, ' if bits else ''}seed {seed}")
+    for (rounding, state_rounding, seed), bits in sorted(bits_of_averages.items()):
+        sizes = " and ".join(f"{count}-bit" for count in sorted(bits, reverse=True))
+        states = f"{sizes} states {state_rounding}, " if bits else ""
+        modes.append(f"weights {rounding}, {states}seed {seed}")
     return "; ".join(modes)
 
 

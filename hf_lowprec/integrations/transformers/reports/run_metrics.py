@@ -21,11 +21,10 @@ from hf_lowprec.metrics_file import (
     read_metrics,
 )
 from hf_lowprec.monitor.findings_catalogue import Finding
-from hf_lowprec.monitor.step_precision import StepPrecision
-from hf_lowprec.monitor.step_statistics import LOST_SHARES
-from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, parameter_kinds
+from hf_lowprec.monitor.step_precision import LOST_SHARES, StepPrecision
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
+from hf_lowprec.tensor_names import PARAMETER_KINDS, parameter_kinds
 
 _SUMMARY = "train_runtime"
 """A name in the log at the end of a run, which belongs to no step."""

@@ -15,9 +15,9 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import StepPrecision
-from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.tensor_names import listed
 
 _MEASURE_EVERY = 64
 """Steps between measurements if it is not known in advance which step will be logged."""
@@ -54,7 +54,7 @@ class RunMonitor:
         """The findings of that measurement."""
         self.found: set[str] = set()
         """The codes of the findings so far."""
-        self._noted_unused = False
+        self._were_unused = False
         self._codes = codes
         self._warns = warns
         self._ended = False
@@ -66,7 +66,7 @@ class RunMonitor:
     def measure_if_logged(self, args: TrainingArguments, state: TrainerState) -> None:
         """Measure the coming step if it will be logged."""
         step = state.global_step + 1
-        if self._monitor is None or self._ended or not will_be_logged(step, args, state, self.measured):
+        if self._monitor is None or self._ended or not is_to_be_measured(step, args, state, self.measured):
             return
         with self._surviving_errors():
             self._monitor.measure_next_step(step)
@@ -76,7 +76,7 @@ class RunMonitor:
         """Return whether a step was measured that no log will show, since the run has no training log at all."""
         return self.measured and _is_never_logged(args, state)
 
-    def look(self) -> None:
+    def evaluate(self) -> None:
         """Evaluate what was measured since the last log, and warn of what was not found before."""
         measured, self.measured = self.measured, False
         self.precision, self.findings = None, []
@@ -86,18 +86,18 @@ class RunMonitor:
             return
         with self._surviving_errors():
             self.precision, self.findings = self._monitor.last, self._monitor.findings()
-            self._warn(self._monitor.unused)
+            self._tell(self._monitor.unused)
 
-    def _warn(self, unused: list[str]) -> None:
-        """Warn of findings, and note parameters that are not used; each once."""
+    def _tell(self, unused: list[str]) -> None:
+        """Warn of findings that are new, and note parameters that have become unused since the last call."""
         new = [finding for finding in self.findings if finding.code in self._codes and finding.code not in self.found]
         self.found.update(finding.code for finding in new)
-        note, self._noted_unused = bool(unused) and not self._noted_unused, bool(unused)
+        were_unused, self._were_unused = self._were_unused, bool(unused)
         if not self._warns:
             return
         for finding in new:
             logger.warning("hf_lowprec: %s", finding.message)
-        if note:
+        if unused and not were_unused:
             reason = "had no gradient in any measured step: the loss does not depend on them"
             logger.info("hf_lowprec: %s %s", listed(unused), reason)
 
@@ -143,8 +143,8 @@ def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
     return bool(args.logging_strategy == IntervalStrategy.NO)
 
 
-def will_be_logged(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
-    """Return whether to measure step number `step`.
+def is_to_be_measured(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
+    """Return whether to measure step number `step`: if it will be logged, or if that is not known, now and then.
 
     Of a run without any log, the step in the middle is measured: at both ends of a schedule, learning rates are small.
 

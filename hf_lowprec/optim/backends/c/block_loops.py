@@ -69,7 +69,7 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
     operations = [node for node in graph.nodes if node.op == "call_function" or node.op == "call_method"]
     results = output_nodes(graph)
     varies = {node: node.name in elements for node in inputs}
-    from_tensors = {node: node.name in elements for node in inputs}
+    from_tensors = dict(varies)
     loop = dict.fromkeys(inputs, 0)
     for node in operations:
         args = node.all_input_nodes
@@ -77,10 +77,15 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
         varies[node] = not is_max and (node.target is weyl or any(varies[arg] for arg in args))
         from_tensors[node] = any(from_tensors[arg] for arg in args)
         loop[node] = max((loop[arg] for arg in args), default=0) + is_max
+
+    def loops_of_users(node: fx.Node) -> list[int]:
+        """The loops that read a value; a maximum is taken in the loop before the one that it is known in."""
+        return [loop[user] - (user.target is block_max) for user in node.users if user in loop]
+
     for node in reversed(operations):
         # Random words are computed where they are first used, instead of being kept from an earlier loop. So is what
         # follows from one other value of the element: keeping that one takes no more.
-        users = [loop[user] - (user.target is block_max) for user in node.users if user in loop]
+        users = loops_of_users(node)
         follows_from_one = varies[node] and sum(varies[arg] for arg in node.all_input_nodes) == 1
         if users and (not from_tensors[node] or follows_from_one):
             loop[node] = max(loop[node], min(users))
@@ -92,15 +97,12 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
             loops[loop[node] - 1].maxima.append(node)
         else:
             (part.operations if varies[node] else part.before).append(node)
-    for node in [*inputs, *operations]:
-        if not varies[node]:
-            continue
-        uses = [loop[user] - (user.target is block_max) for user in node.users if user in loop]
-        uses += [loop[node]] * (node in results)
+    for node in filter(varies.__getitem__, [*inputs, *operations]):
         first = loop[node]
+        uses = {*loops_of_users(node), *([first] if node in results else [])}
         if node.op == "placeholder" and uses:
             loops[first].loaded.append(node)  # before an output overwrites it
-        later = sorted({use for use in uses if use > first})
+        later = sorted(use for use in uses if use > first)
         if later:
             loops[first].kept.append(node)
         for use in later:

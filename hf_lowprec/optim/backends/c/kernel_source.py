@@ -30,21 +30,21 @@ from hf_lowprec.rounding.block_floats import BLOCK
 CHUNK = 1 << 15
 """Elements per chunk. The chunks of a step are computed in parallel; each looks up its pointers and scalars once."""
 
-_CHUNKS_AT_ONCE = 4
-"""Chunks that a thread takes from the queue at once: enough for streaming access, and few enough that an interrupted
-thread does not keep the others waiting for long."""
-_PARTIAL_SUMS = 16
-"""Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
+_SCHEDULE = "dynamic, 4"
+"""Threads take 4 chunks from the queue at once: enough for streaming access, and few enough that an interrupted thread
+does not keep the others waiting for long."""
+_PARTIAL_TERMS, _PARTIAL_SQUARES = 16, 32
+"""Accumulators of the sums: an addition has to wait for the previous one into the same accumulator."""
 
 
 def render(spec: KernelSpec) -> str:
-    """The C source of `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of `tensor_sum`.
+    """The C source of `step` and `square_sum` for `spec` and, if its algorithm has a `tensor_mean`, of `tensor_sum`.
 
-    The `native` backend compiles it to a shared library and calls both functions through ctypes.
+    The `native` backend compiles it to a shared library and calls these functions through ctypes.
     """
     source = _HEADER.format(description="\n   ".join(description(spec)))
     source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
-    return source if spec.tensor_mean is None else source + _render_tensor_sum(spec)
+    return source + ("" if spec.tensor_mean is None else _render_tensor_sum(spec)) + _render_square_sum(spec)
 
 
 _HEADER = """\
@@ -63,6 +63,7 @@ static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &val
 /* Rounding adds to the bits of a NaN, so low payload bits could carry into the exponent. NaNs that arithmetic
    produces have none; NaNs loaded from FP32 tensors may, and are replaced here. */
 static inline float quiet(float value) {{ return value != value ? NAN : value; }}
+static inline double square(double value) {{ return value * value; }}
 """
 
 
@@ -103,7 +104,7 @@ _STEP = """
 void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
           void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
 {{
-#pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
+#pragma omp parallel for schedule({schedule}) num_threads(threads)
     for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
 {chunk_bounds}
 {chunk_inputs}
@@ -143,7 +144,7 @@ def _render_step(spec: KernelSpec) -> str:
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
     functions, loops = ("", render_block_loops(spec)) if spec.scales else _element_loops(spec, scalars)
-    chunk_inputs = _load_chunk_inputs(spec, scalars, spec.output_tensors)
+    chunk_inputs = _load_pointers(spec, spec.tensors, spec.output_tensors) + _load_scalars(scalars)
     if keys:
         # Step counts are those before this step, which counts from 1.
         key_inputs = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
@@ -154,8 +155,9 @@ def _render_step(spec: KernelSpec) -> str:
         f"uint32_t weyl{word} = first_index * {WEYL_INCREMENT} + key{word}_0;" for word in spec.random_words
     ]
     return functions + _STEP.format(
-        **_table_widths(spec, scalars),
-        chunks_at_once=_CHUNKS_AT_ONCE,
+        **_table_widths(spec),
+        n_scalars=len(scalars),
+        schedule=_SCHEDULE,
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
         chunk_inputs=indent(8, chunk_inputs),
         loops=loops,
@@ -209,20 +211,12 @@ def _element_loops(spec: KernelSpec, scalars: Sequence[str]) -> tuple[str, str]:
     )
 
 
-_TENSOR_SUM = """
-/* One element: the operations traced from the algorithm's `tensor_mean` formula. */
-static inline __attribute__((always_inline)) float tensor_mean_term(
-        {parameters})
+_CHUNK_SUM = """
+/* The FP64 sum of {summed} over each chunk. The tables are those of `step`. */
+void {name}(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
+            void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
 {{
-{body}
-    return {result};
-}}
-
-/* The FP64 sum of `tensor_mean_term` over each chunk. The tables are those of `step`, with {n_scalars} scalars each. */
-void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
-                void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
-{{
-#pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
+#pragma omp parallel for schedule({schedule}) num_threads(threads)
     for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
 {chunk_bounds}
 {chunk_inputs}
@@ -231,11 +225,9 @@ void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*se
         int i = 0;
         for (; i + {partial_sums} <= count; i += {partial_sums})
             for (int j = 0; j < {partial_sums}; j++)
-                partial_sums[j] += tensor_mean_term(
-                    {partial_arguments});
+                partial_sums[j] += {partial_term};
         for (; i < count; i++)
-            total += tensor_mean_term(
-                {arguments});
+            total += {term};
         for (int j = 0; j < {partial_sums}; j++)
             total += partial_sums[j];
         sums[chunk] = total;
@@ -244,7 +236,36 @@ void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*se
 """
 
 
+def _render_square_sum(spec: KernelSpec) -> str:
+    """Render `square_sum`, of the gradients."""
+    # Not `LOAD`: a NaN with a payload may be squared.
+    grad = "as_float((uint32_t)grad_ptr[{0}] << 16)" if spec.grad_dtype == torch.bfloat16 else "grad_ptr[{0}]"
+    return _CHUNK_SUM.format(
+        name="square_sum",
+        summed="the squares of the gradients",
+        schedule="static",
+        **_table_widths(spec),
+        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        chunk_inputs=indent(8, _load_pointers(spec, ["grad"], ())),
+        partial_sums=_PARTIAL_SQUARES,
+        partial_term=f"square({grad.format('i + j')})",
+        term=f"square({grad.format('i')})",
+    )
+
+
+_TENSOR_MEAN_TERM = """
+/* One element: the operations traced from the algorithm's `tensor_mean` formula. */
+static inline __attribute__((always_inline)) float tensor_mean_term(
+        {parameters})
+{{
+{body}
+    return {result};
+}}
+"""
+
+
 def _render_tensor_sum(spec: KernelSpec) -> str:
+    """Render `tensor_sum`, of the algorithm's `tensor_mean` formula, and before it the function that it calls."""
     graph = trace_tensor_mean(spec)
     lines, (result,) = statements(graph, CRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
@@ -252,21 +273,21 @@ def _render_tensor_sum(spec: KernelSpec) -> str:
     parameters = _declarations({name: spec.tensors[name] for name in used_tensors})
     parameters += [f"float {name}" for name in used_scalars]
 
-    def term_arguments(index: str, spaces: int) -> str:
+    def term(index: str) -> str:
         values = [LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]") for name in used_tensors]
-        return arguments([*values, *used_scalars], spaces)
+        return f"tensor_mean_term(\n{' ' * 20}{arguments([*values, *used_scalars], 20)})"
 
-    return _TENSOR_SUM.format(
-        **_table_widths(spec, scalars),
-        chunks_at_once=_CHUNKS_AT_ONCE,
+    function = _TENSOR_MEAN_TERM.format(parameters=arguments(parameters, 8), body=indent(4, lines), result=result)
+    return function + _CHUNK_SUM.format(
+        name="tensor_sum",
+        summed="`tensor_mean_term`",
+        schedule=_SCHEDULE,
+        **_table_widths(spec),
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
-        chunk_inputs=indent(8, _load_chunk_inputs(spec, scalars, ())),
-        parameters=arguments(parameters, 8),
-        body=indent(4, lines),
-        result=result,
-        partial_sums=_PARTIAL_SUMS,
-        partial_arguments=term_arguments("i + j", 20),
-        arguments=term_arguments("i", 16),
+        chunk_inputs=indent(8, _load_pointers(spec, used_tensors, ()) + _load_scalars(scalars)),
+        partial_sums=_PARTIAL_TERMS,
+        partial_term=term("i + j"),
+        term=term("i"),
     )
 
 
@@ -284,9 +305,9 @@ def _statements(declarations: Iterable[str]) -> str:
     return indent(12, [f"{declaration};" for declaration in declarations])
 
 
-def _table_widths(spec: KernelSpec, scalars: Sequence[str]) -> dict[str, int]:
-    """The number of entries in each row of the tables."""
-    return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
+def _table_widths(spec: KernelSpec) -> dict[str, int]:
+    """The number of entries in each row of the tables of segments and pointers."""
+    return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors)}
 
 
 def _load_chunk_bounds(spec: KernelSpec) -> list[str]:
@@ -300,12 +321,17 @@ def _load_chunk_bounds(spec: KernelSpec) -> list[str]:
     ]
 
 
-def _load_chunk_inputs(spec: KernelSpec, scalars: Iterable[str], output_tensors: Container[str]) -> list[str]:
-    """Statements that look up the pointers and scalars of a chunk's parameter; pointers point to the chunk's start."""
+def _load_pointers(spec: KernelSpec, names: Container[str], output_tensors: Container[str]) -> list[str]:
+    """Statements that look up the pointers of a chunk's parameter to the tensors `names`; they point to its start."""
     lines = []
     for k, (name, dtype) in enumerate(spec.tensors.items()):
-        pointer_type = f"{'' if name in output_tensors else 'const '}{STORAGE[dtype]} *"
-        pointer = f"({pointer_type})pointers[entry_index][{k}] + {_place(spec, name, 'start')}"
-        lines.append(f"{pointer_type}restrict {name}_ptr = {pointer};")
-    names = list(scalars)
-    return lines + [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]
+        if name in names:
+            pointer_type = f"{'' if name in output_tensors else 'const '}{STORAGE[dtype]} *"
+            pointer = f"({pointer_type})pointers[entry_index][{k}] + {_place(spec, name, 'start')}"
+            lines.append(f"{pointer_type}restrict {name}_ptr = {pointer};")
+    return lines
+
+
+def _load_scalars(names: Sequence[str]) -> list[str]:
+    """Statements that look up the scalars of a chunk's parameter; `names` are all that the table has."""
+    return [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]

@@ -25,7 +25,6 @@ from hf_lowprec.optim.backends.c.compiler import (
     require_compiler,
 )
 from hf_lowprec.optim.backends.c.kernel_source import CHUNK, render
-from hf_lowprec.optim.backends.c.square_sum import render_square_sum
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -77,17 +76,11 @@ class NativeStep(BackendStep):
         self._call(self._kernel.tensor_sum, self._chunks, sums)
         return sum_by_entry(sums, self._chunks_per_entry)
 
-    def _call(self, function: Callable[..., None], chunks: Tensor, last: Tensor) -> None:
-        """Call a compiled function with the tables of this step.
-
-        Args:
-            function: the function.
-            chunks: the rows of the chunk table that it goes through.
-            last: its last table, the counts or the sums.
-        """
+    def _call(self, function: Callable[..., None], chunks: Tensor, counts_or_sums: Tensor) -> None:
+        """Call a compiled function with this step's tables, of which the last is `counts_or_sums`, for some chunks."""
         group = self.fused_group
         scalars = group.all_scalars(group.scalars) if self._scalars is None else self._scalars
-        tables = (chunks, group.segments.table, group.pointers(), scalars, last)
+        tables = (chunks, group.segments.table, group.pointers(), scalars, counts_or_sums)
         function(len(chunks), *map(Tensor.data_ptr, tables), torch.get_num_threads())
 
     @cached_property
@@ -113,7 +106,7 @@ def kernel(spec: KernelSpec) -> ctypes.CDLL:
 def _load(spec: KernelSpec) -> ctypes.CDLL | CompilerError:
     functions = ["step", "square_sum", *([] if spec.tensor_mean is None else ["tensor_sum"])]
     try:
-        library = _compiled(render(spec) + render_square_sum(spec), functions)
+        library = _compiled(render(spec), functions)
     except CompilerError as error:
         return error
     except OSError as error:

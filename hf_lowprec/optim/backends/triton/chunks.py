@@ -56,6 +56,7 @@ def divide(spec: KernelSpec, segments: Segments, pointers: Tensor, chunk: int, b
     rest = after_head + count * chunk
     whole = parts_of_runs(after_head, rest, chunk)
 
+    # Two ragged runs per segment: its head, and the rest after its whole chunks.
     starts, ends = torch.stack([first, rest], dim=1).view(-1), torch.stack([after_head, end], dim=1).view(-1)
     run, start = parts_of_runs(starts, ends, block)
     segment = run // 2

@@ -132,7 +132,10 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _add_lanes(graph: fx.Graph) -> fx.Graph:
-    """Replace `lane` by `add_lane` or, where that does not fit, by its operations; modifies and returns `graph`."""
+    """Replace each sum with a `lane` by `add_lane`, and other uses of it by its operations; changes `graph`.
+
+    The lane of a role that is a multiple of 3 is a shift, which needs no PTX.
+    """
     for node in list(graph.nodes):
         if node.target is not lane:
             continue

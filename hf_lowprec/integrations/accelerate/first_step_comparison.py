@@ -13,16 +13,16 @@ from accelerate import Accelerator
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.reduction.compare_replicas import (
     find_replica_difference,
     synchronized_parameters,
     with_optimizer_states,
 )
-from hf_lowprec.reduction.object_gather import gather_if_different
 from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings, to_plain_value
 
 
-class RankComparison:
+class FirstStepComparison:
     """Compares the ranks before the first step of each optimizer that it watches, by a step pre-hook.
 
     Args:

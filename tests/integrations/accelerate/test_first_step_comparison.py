@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
+from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 
 
 @pytest.mark.parametrize("before_step", [True, False], ids=["before the step", "when gradients are clipped"])
 def test_it_runs_once_and_other_hooks_run_too(monkeypatch, before_step):
     compared, others = [], []
-    monkeypatch.setattr(RankComparison, "_compare", lambda self, optimizer, limit: compared.append(optimizer))
+    monkeypatch.setattr(FirstStepComparison, "_compare", lambda self, optimizer, limit: compared.append(optimizer))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    comparison = RankComparison(SimpleNamespace(num_processes=2))
+    comparison = FirstStepComparison(SimpleNamespace(num_processes=2))
     comparison.watch(optimizer)
     optimizer.register_step_pre_hook(lambda *_: others.append("ran"))
     if not before_step:

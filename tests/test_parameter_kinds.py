@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, parameter_kinds
+from hf_lowprec.tensor_names import PARAMETER_KINDS, parameter_kinds
 
 EXPECTED = {
     ("AutoModelForCausalLM", "llama"): {

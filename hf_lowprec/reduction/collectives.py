@@ -1,13 +1,36 @@
-"""Gather Python objects from all ranks: always, or only where they differ."""
+"""Gather Python objects from all ranks, and explain the failure of a collective by the loss of a rank."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from hf_lowprec.reduction.collective_errors import explain_lost_rank
+
+@contextmanager
+def explain_lost_rank(group: dist.ProcessGroup, purpose: str = "averaging gradients") -> Iterator[None]:
+    """Explain why a collective failed: another rank has ended, hangs or cannot be reached.
+
+    Args:
+        group: the process group of the collectives inside.
+        purpose: their purpose, for the message.
+
+    Raises:
+        RuntimeError: in place of the backend's RuntimeError, whose text it repeats.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        rank, ranks = group.rank(), group.size()
+        raise RuntimeError(
+            f"rank {rank} of {ranks} lost another rank while {purpose} ({error}). Look at the output of the "
+            "rank that ended first: the others only lost their connection to it. If a rank hangs, the others wait "
+            "until the process group's timeout. To continue from the last complete checkpoint, use "
+            "resume_from_checkpoint=True"
+        ) from error
 
 
 def gather_objects(value: Any, purpose: str = "comparing settings and weights") -> list[Any]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.monitor.step_statistics import (
+from hf_lowprec.monitor.step_precision import (
     COLUMN,
     SUMS,
     precision_values,

@@ -1,6 +1,6 @@
 """Names in messages are short: one entry for a tensor of several layers."""
 
-from hf_lowprec.monitor.tensor_names import listed
+from hf_lowprec.tensor_names import listed
 
 
 def test_layers_are_ranges():

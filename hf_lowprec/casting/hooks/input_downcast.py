@@ -61,26 +61,28 @@ class DowncastInputs:
         return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip), times)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
+        extra = len(args) - len(self.positional)  # all of `*args`, after the first
+        names = self.positional + self.positional[-1:] * extra or ("",) * len(args)
         numbers: list[str] = []
         downcast = functools.partial(self._downcast, isinstance(module, _LAYERS), numbers)
         args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=False)])
         kwargs = {name: convert_floats(value, downcast, name) for name, value in kwargs.items()}
         if self.takes_times and not torch.compiler.is_compiling():
             arguments = (*zip(names, args, strict=False), *kwargs.items())
-            if times := [name for name, value in arguments if is_time(name) and _is_integer(value)]:
+            times = [name for name, value in arguments if is_time(name) and _is_integer(value)]
+            if times:
                 follow_numbers(module, self.dtype, times, _INTEGERS)
         if numbers:
             follow_numbers(module, self.dtype, numbers)
         return args, kwargs
 
     def _downcast(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
-        """Round a tensor if it is an activation.
+        """Round a tensor if it is an activation, or a mask.
 
         Args:
             is_layer: the module multiplies all of its inputs with its weights, so each is an activation.
-            numbers: the name is appended if the tensor stays in FP32 and makes FP32 of what is computed with it. A
-                tensor without dimensions does not, nor do indices, nor labels that are not weights.
+            numbers: gets the name appended if the tensor stays in FP32 and what is computed with it is FP32 too. That
+                of a tensor without dimensions is not, nor of indices, nor of labels that are not weights.
             tensor: a floating tensor among the arguments.
             name: the name it came under.
         """

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hf_lowprec.monitor.layer_probes.computations import (
+from hf_lowprec.monitor.layer_probes import (
     Convolution,
+    Probe,
     default_sizes,
+    describe_layer,
     multiplications_per_weight,
+    probe_layer,
     weight_count,
 )
-from hf_lowprec.monitor.layer_probes.probes import Probe, describe_layer, probe_layer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
