@@ -99,18 +99,18 @@ def doctor(
 def _check_machine() -> NoReturn:
     """Run all checks, print their results, and exit."""
     from hf_lowprec.reduction.object_gather import gather_objects
-    from hf_lowprec.tools.doctor import checks, ranks
+    from hf_lowprec.tools.doctor import checks
 
     broken = False
-    with ranks.joined_ranks():
+    with checks.joined_ranks():
         for name, check in checks.CHECKS.items():
             result = checks.run_check(check)
-            if result.unexpected and ranks.count() > 1:
-                typer.echo(f"{result.status:<8}{name:<11}{result.text} (rank {ranks.rank()})", err=True)
-                ranks.abort()
+            if result.unexpected and checks.rank_count() > 1:
+                typer.echo(f"{result.status:<8}{name:<11}{result.text} (rank {checks.rank()})", err=True)
+                checks.abort()
             results = gather_objects(result, "checking this machine")
             broken |= any(result.status == checks.FAILED for result in results)
-            if ranks.rank() == 0:
+            if checks.rank() == 0:
                 for line in lines(name, results):
                     typer.echo(line)
     raise typer.Exit(int(broken))
