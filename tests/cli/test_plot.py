@@ -106,7 +106,7 @@ def test_plotting_needs_no_torch(tmp_path: Path) -> None:
     metrics = write_metrics(tmp_path, steps=40, kinds=())
     code = f"""
 from pathlib import Path
-from hf_lowprec.tools.plotting.plot_files import write_plot
+from hf_lowprec.tools.cli.plot import write_plot
 from hf_lowprec.tools.plotting.runs import load_runs
 write_plot(load_runs([Path({str(metrics)!r})]), Path({str(tmp_path / "plot.html")!r}))
 assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)

@@ -6,7 +6,6 @@ import torch.distributed.checkpoint as dcp
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states, dtype_in
 from hf_lowprec.tools.doctor.update_sizes import saved_directions
-from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
 from hf_lowprec.tools.inspection.optimizer_states import read_parameter_states
 from tests.support.training.tiny_trainer import optimizer_of, trained
@@ -18,7 +17,7 @@ def test_a_checkpoint_of_trainer(tmp_path):
     options = {"optim": "adamw_bf16_kahan", "optim_args": "state_dtype=int8"}
     trainer = trained(tmp_path, max_steps=4, save_strategy="steps", save_steps=4, **options)
     folder = tmp_path / "checkpoint-4"
-    (facts,), _, findings = inspect_checkpoints(str(folder), hyperparameters=Hyperparameters())
+    (facts,), _, findings = inspect_checkpoints(str(folder))
     assert findings == []
     parameters, optimizer = dict(trainer.model.named_parameters()), optimizer_of(trainer)
     for state in facts.states:

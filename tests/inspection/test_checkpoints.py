@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModel, BertConfig, BertForSequenceClass
 
 import hf_lowprec
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.tools.inspection import tensor_change, tensor_facts
+from hf_lowprec.tools.inspection import tensor_facts
 from hf_lowprec.tools.inspection.checkpoint import open_checkpoint
-from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
 from hf_lowprec.tools.inspection.optimizer_states import ParamGroupSettings
+from hf_lowprec.tools.inspection.training_record import Hyperparameters
 from tests.scripts import trainer_ranks
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import LENGTH, llama, trained
@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 
 def inspect(*folders, **given):
-    return inspect_checkpoints(*map(str, folders), hyperparameters=Hyperparameters(**given))
+    return inspect_checkpoints(*map(str, folders), given=Hyperparameters(**given))
 
 
 def refused(*folders) -> str:
@@ -73,7 +73,7 @@ def test_names_come_from_the_order_of_trainer_or_of_the_model(tmp_path):
     assert [state.name for state in facts.states] == [name for name, _ in model.named_parameters()]
     (folder / "config.json").unlink()
     (facts,), *_ = inspect(folder)
-    assert [state.name for state in facts.states] == [f"parameter {k}" for k in range(21)] and not facts.state_of()
+    assert [state.name for state in facts.states] == [f"parameter {k}" for k in range(21)] and not facts.state_of
 
 
 def test_states_of_accelerate(tmp_path):
@@ -252,7 +252,6 @@ def test_settings_of_param_groups(group, optimizer, rounding, decays):
 def test_copies_are_as_small_as_a_chunk(tmp_path, monkeypatch):
     """Files are mapped, so what takes memory is the copies in FP32."""
     monkeypatch.setattr(tensor_facts, "CHUNK", 1 << 14)
-    monkeypatch.setattr(tensor_change, "CHUNK", 1 << 14)
     read = []
     original = torch.Tensor.float
 

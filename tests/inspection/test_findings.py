@@ -1,6 +1,6 @@
 """A finding counts and names its tensors."""
 
-from hf_lowprec.tools.inspection.findings import finding
+from hf_lowprec.tools.inspection.findings_in_one import finding
 
 
 def test_no_tensors_no_finding():

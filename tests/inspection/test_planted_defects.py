@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
 from hf_lowprec.tools.inspection.findings_in_two import findings_in_two
-from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
+from hf_lowprec.tools.inspection.training_record import Hyperparameters
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 BF16 = torch.bfloat16
@@ -16,7 +16,7 @@ STEPS = 40
 
 def findings(*folders, **given):
     """The tensors of each finding by its code."""
-    inspection = inspect_checkpoints(*map(str, folders), hyperparameters=Hyperparameters(**given))
+    inspection = inspect_checkpoints(*map(str, folders), given=Hyperparameters(**given))
     found = {finding.code: [*finding.tensors] for finding in inspection.findings}
     assert len(found) == len(inspection.findings)
     for finding in inspection.findings:
@@ -71,7 +71,7 @@ def second_moments(tmp_path, model, optim, **options):
     """How they change between two checkpoints while gradients shrink quickly, and those that are found frozen."""
     *_, middle, last = run(tmp_path, model, optim, 1e-2, **options)
     comparison = inspect_checkpoints(str(middle), str(last)).comparison
-    found = {finding.code: [*finding.tensors] for finding in findings_in_two(comparison, Hyperparameters())}
+    found = {finding.code: [*finding.tensors] for finding in findings_in_two(comparison)}
     return comparison.second_moments, found.get("second_moment_frozen", [])
 
 

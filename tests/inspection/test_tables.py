@@ -5,9 +5,9 @@ import torch
 
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states, dtype_in
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
 from hf_lowprec.tools.inspection.tables import lines_on_one
+from hf_lowprec.tools.inspection.training_record import Hyperparameters
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 
@@ -23,7 +23,7 @@ def test_compensations_and_remainders_are_told_apart(tmp_path, mode, state, kind
     """Next to moments in 8 bits: a remainder of 8 bits has no scales."""
     options = {"optim": f"adamw_bf16_{mode}", "optim_args": "state_dtype=int8"}
     trainer = trained(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **options)
-    (facts,), _, _ = inspect_checkpoints(str(tmp_path / "checkpoint-1"), hyperparameters=Hyperparameters())
+    (facts,), _, _ = inspect_checkpoints(str(tmp_path / "checkpoint-1"))
     (line,) = (line for line in lines_on_one(facts) if line.startswith("Optimizer state: "))
     parameters = dict(trainer.model.named_parameters())
     low = sum(parameter.dtype in LOW_PRECISION_DTYPES for parameter in parameters.values())
@@ -47,9 +47,7 @@ def test_advice_names_modes_that_the_dtype_supports(tmp_path, dtype, keeping, mo
     for name in ("start", "end"):
         llama().to(dtype).save_pretrained(tmp_path / name)
     hyperparameters = Hyperparameters(steps=10)
-    (facts, _), _, findings = inspect_checkpoints(
-        str(tmp_path / "start"), str(tmp_path / "end"), hyperparameters=hyperparameters
-    )
+    (facts, _), _, findings = inspect_checkpoints(str(tmp_path / "start"), str(tmp_path / "end"), given=hyperparameters)
     (line,) = (line for line in lines_on_one(facts) if line.startswith("Rounding to nearest"))
     assert line.endswith(keeping)
     (message,) = (finding.message for finding in findings if finding.code == "nothing_moved")

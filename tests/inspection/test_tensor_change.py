@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_lowprec.tools.inspection import tensor_change as module
-from hf_lowprec.tools.inspection.tensor_change import tensor_change
+from hf_lowprec.tools.inspection import tensor_facts as module
+from hf_lowprec.tools.inspection.tensor_facts import tensor_change
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

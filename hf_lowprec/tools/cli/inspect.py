@@ -54,19 +54,14 @@ def inspect(
     from rich.console import Console
 
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
-    from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
     from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
     from hf_lowprec.tools.inspection.json_output import to_json
+    from hf_lowprec.tools.inspection.training_record import Hyperparameters
 
     try:
         with Console(stderr=True).status("reading") as status:
-            inspection = inspect_checkpoints(
-                model,
-                other,
-                update=update,
-                hyperparameters=Hyperparameters(lr, weight_decay, steps),
-                progress=status.update,
-            )
+            given = Hyperparameters(lr, weight_decay, steps, update)
+            inspection = inspect_checkpoints(model, other, given, status.update)
         if plot is not None:
             from hf_lowprec.tools.inspection.plot import plot as draw
 
@@ -83,13 +78,13 @@ def inspect(
 
 def _is_unread(inspection: Inspection) -> bool:
     """Return whether something of a checkpoint could not be read."""
-    return any(facts.notes for facts in inspection.checkpoints)
+    return any(checkpoint.notes for checkpoint in inspection.checkpoints)
 
 
 def _print(inspection: Inspection, console: Console) -> None:
-    """Print tables, facts, and at the end the findings."""
+    """Print tables, checkpoint, and at the end the findings."""
     from hf_lowprec.tools.inspection import tables
-    from hf_lowprec.tools.inspection.findings import counted
+    from hf_lowprec.tools.inspection.findings_in_one import counted
 
     def sentence(text: str, indent: str = "") -> None:
         lines = textwrap.fill(
@@ -97,11 +92,11 @@ def _print(inspection: Inspection, console: Console) -> None:
         )
         console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
-    for facts in inspection.checkpoints:
-        sentence(tables.heading(facts))
+    for checkpoint in inspection.checkpoints:
+        sentence(tables.heading(checkpoint))
     if inspection.comparison:
         console.print(tables.changes_table(inspection.comparison))
-        notes = [note for facts in inspection.checkpoints for note in facts.notes]
+        notes = [note for checkpoint in inspection.checkpoints for note in checkpoint.notes]
         lines = [*tables.lines_on_two(inspection.comparison), *notes]
     else:
         console.print(tables.weights_table(inspection.checkpoints[0]))

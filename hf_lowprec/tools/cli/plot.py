@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 NAME = "hf_lowprec_plot"
 SUFFIXES = (".html", ".png", ".svg")
+_RESOLUTION = 130
+"""Pixels per inch."""
 
 
 def plot(
@@ -57,7 +59,6 @@ def plot(
                 f"{path} must end in one of {', '.join(SUFFIXES)}, which selects the format", param_hint="--out"
             )
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-    from hf_lowprec.tools.plotting.plot_files import write_plot
     from hf_lowprec.tools.plotting.runs import load_runs
 
     try:
@@ -80,6 +81,27 @@ def plot(
 def _default_files(runs: Sequence[Path]) -> list[Path]:
     folder = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
     return [folder / f"{NAME}{suffix}" for suffix in (".html", ".png")]
+
+
+def write_plot(runs: Sequence[Run], path: Path) -> None:
+    """Write a page (`.html`) or a picture (`.png`, `.svg`), and the folder that it is to be in.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import matplotlib
+
+    from hf_lowprec.tools.plotting.figures import overview
+    from hf_lowprec.tools.plotting.html_page import html_page
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".html":
+        path.write_text(html_page(runs), encoding="utf-8")
+    elif path.suffix == ".png":
+        overview(runs).savefig(path, format="png", dpi=_RESOLUTION)
+    else:
+        with matplotlib.rc_context({"svg.hashsalt": "hf_lowprec"}):  # the same bytes every time
+            overview(runs).savefig(path, format="svg", metadata={"Date": None})
 
 
 def _print_summary(run: Run) -> None:

@@ -11,13 +11,10 @@ import torch
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.tensor_names import layer, name_pattern
-from hf_lowprec.tools.inspection.findings import finding
-from hf_lowprec.tools.inspection.findings_in_one import has_been_stepped, low_precision_training
-from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
-from hf_lowprec.tools.inspection.one_checkpoint import StateFacts
-from hf_lowprec.tools.inspection.optimizer_states import SECOND_MOMENT
-from hf_lowprec.tools.inspection.tensor_change import TensorChange
-from hf_lowprec.tools.inspection.two_checkpoints import Comparison, SecondMomentChange
+from hf_lowprec.tools.inspection.comparison import Comparison, SecondMomentChange
+from hf_lowprec.tools.inspection.findings_in_one import finding, low_precision_training
+from hf_lowprec.tools.inspection.optimizer_states import SECOND_MOMENT, ParameterState
+from hf_lowprec.tools.inspection.tensor_facts import TensorChange
 
 _FEWEST_MOVERS = 20.0
 """Elements that should have moved before it is reported that none did: by chance that happens once in e^20 tensors."""
@@ -32,17 +29,16 @@ _FEWEST_LOST = 0.05
 """A share of weights that did not follow updates, below which it is not reported."""
 
 
-def findings_in_two(comparison: Comparison, hyperparameters: Hyperparameters) -> list[Finding]:
+def findings_in_two(comparison: Comparison) -> list[Finding]:
     """Everything that is wrong between two checkpoints; what is wrong in each alone is not repeated.
 
     Args:
         comparison: the two checkpoints.
-        hyperparameters: those that the user has named.
     """
     moved = {name: comparison.has_moved(name) for name in comparison.changes}
     if not any(moved.values()):
         return _nothing_moved(comparison)
-    trained = _trained_but_unmoved(comparison, hyperparameters, moved)
+    trained = _trained_but_unmoved(comparison, moved)
     unmoved = dict.fromkeys([*trained, *_odd_ones_out(comparison, moved), *_all_norms(comparison, moved)])
     kinds = comparison.later.kinds
     norms = [name for name in unmoved if kinds[name] == "norms"]
@@ -91,24 +87,22 @@ def _nothing_moved(comparison: Comparison) -> list[Finding]:
     )
 
 
-def _trained_but_unmoved(
-    comparison: Comparison, hyperparameters: Hyperparameters, moved: Mapping[str, bool]
-) -> list[str]:
+def _trained_but_unmoved(comparison: Comparison, moved: Mapping[str, bool]) -> list[str]:
     """Tensors that did not move although an optimizer has applied gradients that should have moved some elements."""
     later, steps = comparison.later, comparison.steps
     found = []
-    for name, state in later.state_of().items():
-        if not steps or moved.get(name, True) or not has_been_stepped(later, state, hyperparameters):
+    for name, state in later.state_of.items():
+        if not steps or moved.get(name, True) or not later.was_stepped(state):
             continue
         last = later.step or steps
-        rates = hyperparameters.rate_sum(state.group, later.record, last - steps, last)
+        rates = later.rate_sum(state.group, last - steps, last)
         distance = _SMALL_UPDATE * (rates or 0.0) / math.sqrt(steps)  # of a random walk
         if later.tensors[name].movers(distance, _dtype_of_steps(comparison.changes[name], state)) >= _FEWEST_MOVERS:
             found.append(name)
     return found
 
 
-def _dtype_of_steps(change: TensorChange, state: StateFacts) -> torch.dtype:
+def _dtype_of_steps(change: TensorChange, state: ParameterState) -> torch.dtype:
     """The dtype whose spacing decides whether an element should have moved: FP32 if rounding to nearest is to blame."""
     return torch.float32 if state.group.rounding == "nearest" and not change.rounded else change.dtype
 
@@ -236,7 +230,7 @@ _LARGEST_SPACING = 0.25
 """The largest distance of codes in 8 bits, relative to their values."""
 
 
-def _is_frozen(change: SecondMomentChange, state: StateFacts) -> bool:
+def _is_frozen(change: SecondMomentChange, state: ParameterState) -> bool:
     """Return whether no element decreased, although as many as are unchanged could have.
 
     Where gradients become smaller, about as many elements decrease as stay the same by chance in 16 bits, if there are

@@ -9,23 +9,22 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_N
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.tools.inspection.checkpoint import Checkpoint, open_checkpoint
+from hf_lowprec.tools.inspection.comparison import Comparison, compare_checkpoints
 from hf_lowprec.tools.inspection.findings_in_one import findings_in_one
 from hf_lowprec.tools.inspection.findings_in_two import findings_in_two
-from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
-from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, inspect_checkpoint
-from hf_lowprec.tools.inspection.two_checkpoints import Comparison, compare_checkpoints
+from hf_lowprec.tools.inspection.training_record import Hyperparameters
 
 
 class Inspection(NamedTuple):
     """The result of an inspection.
 
     Attributes:
-        checkpoints: the facts of each checkpoint, in order of time.
+        checkpoints: in order of time.
         comparison: what moved between them; None for one checkpoint.
         findings: what is wrong in the last checkpoint, between the two, and with the files of each.
     """
 
-    checkpoints: list[CheckpointFacts]
+    checkpoints: list[Checkpoint]
     comparison: Comparison | None
     findings: list[Finding]
 
@@ -33,9 +32,7 @@ class Inspection(NamedTuple):
 def inspect_checkpoints(
     model: str,
     other: str | None = None,
-    *,
-    update: float | None = None,
-    hyperparameters: Hyperparameters | None = None,
+    given: Hyperparameters = Hyperparameters(),  # noqa: B008  # immutable
     progress: Callable[[str], None] = lambda text: None,
 ) -> Inspection:
     """Inspect a checkpoint, or compare it with a later one.
@@ -43,29 +40,21 @@ def inspect_checkpoints(
     Args:
         model: a folder, or a model on the Hub.
         other: a later checkpoint of the same model.
-        update: the size of an update with which spacings are compared; None for the learning rate in the checkpoint.
-        hyperparameters: those that the user has named.
+        given: the hyperparameters that the user has named.
         progress: called with a line about what is read next.
 
     Raises:
         InputError: a checkpoint cannot be opened, or the two do not belong together.
     """
-    hyperparameters = hyperparameters or Hyperparameters()
-    opened = [open_checkpoint(name, argument) for name, argument in ((model, "MODEL"), (other, "OTHER")) if name]
+    named = ((model, "MODEL"), (other, "OTHER"))
+    opened = [open_checkpoint(name, argument, given, progress) for name, argument in named if name]
     damaged = [finding for checkpoint in opened for finding in _damaged(checkpoint)]
-    facts = [
-        inspect_checkpoint(checkpoint, update, lambda name, of=checkpoint.name: progress(f"{of}: {name}"))  # type: ignore[misc]
-        for checkpoint in opened
-    ]
     if len(opened) == 1:
-        return Inspection(facts, None, damaged + findings_in_one(facts[0], hyperparameters))
-    comparison = compare_checkpoints(
-        (opened[0], facts[0]), (opened[1], facts[1]), hyperparameters, lambda name: progress(f"comparing {name}")
-    )
-    in_later = findings_in_one(facts[1], hyperparameters, compared=comparison.changes)
-    return Inspection(
-        facts, comparison, damaged + _without_repetitions(in_later, findings_in_two(comparison, hyperparameters))
-    )
+        return Inspection(opened, None, damaged + findings_in_one(opened[0]))
+    earlier, later = opened
+    comparison = compare_checkpoints(earlier, later, lambda name: progress(f"comparing {name}"))
+    in_later = findings_in_one(later, compared=comparison.changes)
+    return Inspection(opened, comparison, damaged + _without_repetitions(in_later, findings_in_two(comparison)))
 
 
 def _damaged(checkpoint: Checkpoint) -> list[Finding]:

@@ -9,28 +9,28 @@ from typing import Any
 
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, at_initial_value
-from hf_lowprec.tools.inspection.two_checkpoints import Comparison
+from hf_lowprec.tools.inspection.checkpoint import Checkpoint
+from hf_lowprec.tools.inspection.comparison import Comparison
 
 VERSION = 1
 
 
-def to_json(checkpoints: Iterable[CheckpointFacts], comparison: Comparison | None, findings: Iterable[Finding]) -> str:
+def to_json(checkpoints: Iterable[Checkpoint], comparison: Comparison | None, findings: Iterable[Finding]) -> str:
     """One JSON object; its keys are documented in `docs/reference/cli.md`."""
     content = {
         "version": VERSION,
-        "checkpoints": [_checkpoint(facts) for facts in checkpoints],
+        "checkpoints": [_checkpoint(checkpoint) for checkpoint in checkpoints],
         "comparison": _comparison(comparison) if comparison else None,
         "findings": [finding._asdict() for finding in findings],
     }
     return json.dumps(_finite(content), indent=1, allow_nan=False)
 
 
-def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
-    norms = facts.norms()
+def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    norms = checkpoint.norms
     tensors = {
         name: {
-            "part": facts.kinds[name],
+            "part": checkpoint.kinds[name],
             "shape": list(tensor.shape),
             "dtype": dtype_name(tensor.dtype),
             "bytes": tensor.nbytes,
@@ -39,10 +39,10 @@ def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
             "nonfinite": tensor.nonfinite,
             "constant": tensor.constant,
             "rms": tensor.rms,
-            "coarser_than_update": tensor.coarser_than(facts.update),
-            "at_initial_value": at_initial_value(tensor) if name in norms else None,
+            "coarser_than_update": tensor.coarser_than(checkpoint.update),
+            "at_initial_value": tensor.at_initial_value if name in norms else None,
         }
-        for name, tensor in facts.tensors.items()
+        for name, tensor in checkpoint.tensors.items()
     }
     states = {
         state.name: {
@@ -53,15 +53,15 @@ def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
             "has_gradients": state.has_gradients,
             "compensation": state.compensation,
         }
-        for state in facts.states
+        for state in checkpoint.states
     }
     return {
-        "name": facts.name,
-        "step": facts.step,
-        "update": facts.update,
+        "name": checkpoint.name,
+        "step": checkpoint.step,
+        "update": checkpoint.update,
         "tensors": tensors,
         "optimizer": states,
-        "notes": facts.notes,
+        "notes": checkpoint.notes,
     }
 
 

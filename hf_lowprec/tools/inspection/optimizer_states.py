@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,10 @@ from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import SUFFIXES
 from hf_lowprec.optim.state.imported_states import COMPENSATIONS, format_of
 from hf_lowprec.optim.state.state_dict_format import HEADER
+from hf_lowprec.optim.state.states_in_8_bits import holds_codes
 from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding.block_floats import BLOCK
+from hf_lowprec.tools.inspection.tensor_facts import any_nonzero
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
 SECOND_MOMENT = "exp_avg_sq"
@@ -148,7 +153,8 @@ def _option(value: Any) -> str:
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
-class ParameterState(NamedTuple):
+@dataclass(frozen=True)
+class ParameterState:
     """The saved state of one parameter.
 
     Attributes:
@@ -166,9 +172,33 @@ class ParameterState(NamedTuple):
     read: Callable[[str], Tensor]
 
     @property
-    def compensation(self) -> str | None:
-        """The name of its compensation, if it has one."""
-        return next((name for name in COMPENSATIONS if name in self.infos), None)
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each state."""
+        return {name: info.dtype for name, info in self.infos.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its states."""
+        return sum(map(self.bytes_of, self.infos))
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of one of them, with its scales if it is in 8 bits."""
+        info = self.infos[name]
+        scales = info.shape.numel() // BLOCK if holds_codes(name, info.dtype) else 0
+        return info.shape.numel() * info.dtype.itemsize + scales
+
+    @cached_property
+    def has_gradients(self) -> bool:
+        """Whether any gradient has reached it: its moments are not all zero."""
+        names = [name for name in self.infos if name not in COMPENSATIONS]
+        moment = SECOND_MOMENT if SECOND_MOMENT in names else next(iter(names), None)
+        return moment is not None and any_nonzero(self.read(moment))
+
+    @cached_property
+    def compensation(self) -> bool:
+        """Whether it has a compensation that is not zero everywhere."""
+        name = next((name for name in COMPENSATIONS if name in self.infos), None)
+        return name is not None and any_nonzero(self.read(name))
 
 
 def read_parameter_states(folder: Path) -> list[ParameterState]:

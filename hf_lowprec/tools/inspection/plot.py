@@ -14,8 +14,8 @@ from torch import Tensor
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
 from hf_lowprec.tensor_names import PARAMETER_KINDS
-from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts
-from hf_lowprec.tools.inspection.two_checkpoints import Comparison
+from hf_lowprec.tools.inspection.checkpoint import Checkpoint
+from hf_lowprec.tools.inspection.comparison import Comparison
 
 _SMALLEST, _LARGEST = 127 - 20, 127 + 4
 """Exponent fields of the magnitudes that are drawn: 2^-20 to 2^4."""
@@ -23,12 +23,12 @@ _FEWEST = 50
 """Weights of a magnitude, below which the share that moved is not drawn."""
 
 
-def plot(path: Path, facts: CheckpointFacts, comparison: Comparison | None) -> None:
+def plot(path: Path, checkpoint: Checkpoint, comparison: Comparison | None) -> None:
     """Write a picture.
 
     Args:
         path: the file; its suffix is the format, as in `out.png`.
-        facts: the checkpoint, or the later of two.
+        checkpoint: the checkpoint, or the later of two.
         comparison: the comparison of two.
 
     Raises:
@@ -37,30 +37,30 @@ def plot(path: Path, facts: CheckpointFacts, comparison: Comparison | None) -> N
     figure = Figure(figsize=(8, 8 if comparison else 4), layout="constrained")
     FigureCanvasAgg(figure)
     first, *others = figure.subplots(2 if comparison else 1, 1, squeeze=False)[:, 0]
-    _draw_magnitudes(first, facts)
-    _title(first, facts.name)
+    _draw_magnitudes(first, checkpoint)
+    _title(first, checkpoint.name)
     if comparison:
         _draw_moved(others[0], comparison)
         _title(others[0], f"moved since {comparison.earlier.name}")
     figure.savefig(path, dpi=150)
 
 
-def _draw_magnitudes(axes: Axes, facts: CheckpointFacts) -> None:
+def _draw_magnitudes(axes: Axes, checkpoint: Checkpoint) -> None:
     """The weights of each part by magnitude, and from where on rounding to nearest loses updates."""
     counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros(EXPONENTS, dtype=torch.int64))
-    for name, tensor in facts.tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         if tensor.is_floating:
-            counts[facts.kinds[name]] += tensor.exponents
+            counts[checkpoint.kinds[name]] += tensor.exponents
     for kind, of_kind in _in_order(counts):
         _line(axes, of_kind / of_kind.sum().clamp(min=1), kind)
-    for dtype in {tensor.dtype for tensor in facts.tensors.values()} & {*LOW_PRECISION_DTYPES}:
-        coarse = (spacings_by_exponent(dtype) / 2 > facts.update).nonzero()
+    for dtype in {tensor.dtype for tensor in checkpoint.tensors.values()} & {*LOW_PRECISION_DTYPES}:
+        coarse = (spacings_by_exponent(dtype) / 2 > checkpoint.update).nonzero()
         if len(coarse):
             axes.axvspan(2.0 ** (int(coarse[0]) - 127), 2.0 ** (_LARGEST - 127), color="0.9", zorder=0)
     _finish(
         axes,
         "share of a part's weights",
-        f" (gray: in 16 bits, rounding to nearest loses updates of {facts.update:.2g})",
+        f" (gray: in 16 bits, rounding to nearest loses updates of {checkpoint.update:.2g})",
     )
 
 

@@ -1,4 +1,4 @@
-"""The steps and learning rates that led to a checkpoint, from `trainer_state.json`."""
+"""The steps and learning rates that led to a checkpoint: from `trainer_state.json`, and from the user."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from typing import NamedTuple
 from hf_lowprec.integrations.transformers.checkpoints.manifest import read_json
 
 TRAINER_STATE = "trainer_state.json"
+
+
+class Hyperparameters(NamedTuple):
+    """Hyperparameters of a run as the user gives them; None stands for those of the checkpoint.
+
+    Attributes:
+        lr: the learning rate of every step.
+        weight_decay: the weight decay of every tensor but norms and biases.
+        steps: the number of steps between two checkpoints, or up to one.
+        update: the size of an update with which spacings are compared.
+    """
+
+    lr: float | None = None
+    weight_decay: float | None = None
+    steps: int | None = None
+    update: float | None = None
 
 
 class TrainingRecord(NamedTuple):
