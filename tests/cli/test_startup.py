@@ -130,7 +130,7 @@ def test_what_counts_as_the_command_line(
     assert hf_lowprec._runs_command_line() is expected
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "hf_lowprec" / "cli").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "hf_lowprec/tools/cli").glob("*.py")), ids=lambda path: path.name)
 def test_files_of_commands_import_only_typer_at_their_top(path: Path) -> None:
     found = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
