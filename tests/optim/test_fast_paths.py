@@ -59,7 +59,7 @@ def test_a_faulty_division_is_found(check, fault):
     assert run(check, 1_000_000, divide=replace(DIVISION, **fault)).unexpected
 
 
-COUNT = 1 << 20
+COUNT = 1 << 18
 
 
 def executed(name: str, capability: int, approximation: str, *operands: Tensor, change=str) -> Tensor:

@@ -205,9 +205,12 @@ def test_invalid_values_raise_before_anything_is_loaded(changes, words):
         (["state", 1], [("step", 2)], "the state of parameter 1 of the state dict must be a dict"),
         (["state", 1, 5], 0, "the keys in the state of parameter 1 of the state dict must be strings"),
         (["state", 1, "exp_avg"], torch.ones(3, 4).to_sparse(), "the state dict is torch.sparse_coo on cpu"),
+        (["state", 1, "exp_avg"], "lost", "exp_avg of parameter 1 is not a tensor but 'lost'"),
         (["state", 1, "step"], np.array(2), "step of parameter 1 is array(2)"),
+        (["state", 1, "step"], torch.tensor([3, 4]), "step of parameter 1 has 2 elements"),
         (["param_groups"], {0: {}}, "'param_groups' of the state dict must be a list"),
         (["param_groups", 0], [("lr", 0.1)], "param group 0 of the state dict must be a dict"),
+        (["param_groups", 0], {"lr": 0.1}, "has no 'params'"),
         (["param_groups", 0, "params"], 3, "'params' in param group 0 of the state dict must be a list"),
         (["param_groups", 0, "params"], [[0]], "'params' in param group 0 of the state dict must be numbers"),
         (["param_groups", 0, "params"], [0, 0], "of the state dict contain a number twice"),
@@ -219,12 +222,6 @@ def test_containers_and_tensors_of_other_types_are_refused(path, value, words):
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     functools.reduce(operator.getitem, path[:-1], saved)[path[-1]] = value
     refuses(lambda: target.load_state_dict(saved), target, [words])
-
-
-def test_a_state_that_is_not_a_tensor_raises():
-    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
-    saved["state"][1]["exp_avg"] = "lost"
-    refuses(lambda: target.load_state_dict(saved), target, ["exp_avg of parameter 1 is not a tensor but 'lost'"])
 
 
 @pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
@@ -283,15 +280,6 @@ def test_what_the_user_keeps_besides_the_states_of_parameters_comes_back():
     assert not any(target.state[param]["compensation"].any() for param in params_of(target))
 
 
-def test_what_the_user_keeps_in_the_state_comes_back():
-    source, target = stepped("AdamW"), stepped("AdamW")
-    for made in (source, target):
-        for k, param in enumerate(params_of(made)):
-            made.state[param]["importance"] = torch.full((3, 4), float(k + (made is source)))
-    target.load_state_dict(source.state_dict())
-    assert [target.state[param]["importance"][0, 0].item() for param in params_of(target)] == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("states", "words"),
     [
@@ -306,13 +294,6 @@ def test_states_that_torch_would_ignore_raise(states, words):
         loader.load_state_dict({**saved, "state": states(saved["state"])})
 
 
-def test_a_group_without_parameters_raises():
-    saved = stepped("AdamW").state_dict()
-    del saved["param_groups"][0]["params"]
-    with pytest.raises(ValueError, match="has no 'params'"):
-        stepped("AdamW").load_state_dict(saved)
-
-
 @pytest.mark.parametrize(
     "step", [1e30, 10**30, torch.tensor(1e19), 3.5, -1, math.nan, math.inf, 2**63, "3", None, torch.tensor(2.5), [3, 4]]
 )
@@ -322,18 +303,13 @@ def test_a_step_that_is_not_a_count_raises(step):
     refuses(lambda: target.load_state_dict(saved), target, ["step of parameter 1 is", "whole number"])
 
 
-def test_a_step_count_of_two_elements_raises():
-    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
-    saved["state"][1]["step"] = torch.tensor([3, 4])
-    refuses(lambda: target.load_state_dict(saved), target, ["step of parameter 1 has 2 elements"])
-
-
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3]), np.int64(3)])
 def test_a_step_count_of_any_type_is_accepted(step):
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     saved["state"][1]["step"] = step
     target.load_state_dict(saved)
-    assert target.state[params_of(target)[1]]["step"] == 3
+    count = target.state[params_of(target)[1]]["step"]
+    assert (count, count.dtype) == (3, torch.int64)
 
 
 def test_a_saved_group_in_param_groups_raises():
