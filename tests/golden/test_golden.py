@@ -27,7 +27,7 @@ def test_the_recording_is_of_what_there_is():
 
 
 every_algorithm_and_mode = pytest.mark.parametrize(
-    ("algorithm", "mode"), itertools.product(steps.ALGORITHMS, steps.MODES)
+    ("algorithm", "mode"), [*itertools.product(steps.ALGORITHMS, steps.MODES)]
 )
 
 

@@ -358,19 +358,6 @@ def test_a_step_that_fails_keeps_no_gradient_alive(any_backend, change):
     assert gone() is None
 
 
-def test_a_gradient_that_cannot_be_used_changes_nothing(any_backend):
-    """… on a standing plan as on a first step."""
-    param, optimizer = stepped(backend=any_backend)
-    before = [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
-    param.grad = torch.ones(8).bfloat16().to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    assert all(map(torch.equal, before, [param, *optimizer.state[param].values()]))
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 2
-
-
 @pytest.mark.parametrize("options", [{}, {"capturable": True, "max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
 def test_the_default_device_and_dtype_do_not_matter(any_backend, options):
     trained = []

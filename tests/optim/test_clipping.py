@@ -220,12 +220,6 @@ def test_a_limit_is_a_number_of_any_type(value):
     assert all(torch.equal(each, results[-1]) for each in results)
 
 
-@pytest.mark.parametrize("name", ["skip_nonfinite", "capturable"])
-def test_a_switch_is_true_or_false(name):
-    with pytest.raises(ValueError, match=f"{name}='yes'"):
-        AdamW([nn.Parameter(torch.zeros(3))], **{name: "yes"})
-
-
 # What happens to gradients between clipping and the step: torch, which rewrites them, is the reference.
 
 
@@ -532,8 +526,8 @@ def test_shards_that_are_zeroed_in_place(mesh):
         torch.testing.assert_close(param.full_tensor().double(), expected, rtol=2**-22, atol=2**-22)
 
 
-@pytest.mark.parametrize("change", [None, "the other's clipping", "another backward"])
-def test_gradients_in_a_bucket_of_ddp(mesh, change):
+@pytest.mark.parametrize("other_clips", [False, True])
+def test_gradients_in_a_bucket_of_ddp(mesh, other_clips):
     """Views of one bucket share their version: a write to one that another optimizer steps is no change of ours."""
     model = small_model()
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -547,14 +541,8 @@ def test_gradients_in_a_bucket_of_ddp(mesh, change):
         assert all(param.grad._is_view() for param in model.parameters())
         grads = [param.grad.clone() for param in model[0].parameters()]
         norm = optimizer.clip_grad_norm_(0.5)
-        if change == "the other's clipping":
+        if other_clips:
             nn.utils.clip_grad_norm_(model[1].parameters(), 1e-3)
-        if change == "another backward":
-            backward(wrapped, 7)
-            with pytest.raises(RuntimeError, match="Call clip_grad_norm_ last"):
-                optimizer.step()
-            optimizer.zero_grad()
-            continue
         before = [param.detach().clone() for param in model[0].parameters()]
         optimizer.step()
         for param, old, grad in zip(model[0].parameters(), before, grads, strict=True):

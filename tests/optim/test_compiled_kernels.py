@@ -102,6 +102,7 @@ def unchanged() -> list[Tensor]:
     return trained("AdamW", BF16, "eager", rounding="kahan")
 
 
+@pytest.mark.every_case  # whether the emulation would show a fault
 @pytest.mark.parametrize("change", FAULTS.values(), ids=FAULTS)
 def test_planted_faults_are_found(change, unchanged):
     """By other bits, or by an access to memory that is not the tensors'."""

@@ -11,7 +11,7 @@ import torch
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.step import whole_tensor_quantities
-from tests.support.training.peak_allocation import peak_allocation
+from hf_lowprec.tools.estimate.live_memory import LiveMemory
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SHAPES = [(32, 64), (64, 32), (48, 48), (1, 16), (16, 1)]
@@ -307,7 +307,9 @@ def test_a_step_holds_one_orthogonalized_matrix(small_parts):
         give_gradients(params, 0)
         optimizer.step()
         give_gradients(params, 1)
-        peaks.append(peak_allocation(optimizer.step))
+        with LiveMemory() as memory:
+            optimizer.step()
+        peaks.append(memory.peak)
     assert 8 * 128 * 128 <= peaks[0] <= peaks[1] <= peaks[0] + 1024 * 12
 
 

@@ -186,12 +186,3 @@ def test_none_in_a_group_counts_as_zero():
     assert torch.equal(*params, *twins)
     optimizer.load_state_dict(optimizer.state_dict())
     train(params, [optimizer])
-
-
-def test_optimizers_of_several_parameters_are_numbered_by_a_running_sum():
-    """As the documentation says: one optimizer per block, with the bits of one of all."""
-    params, whole = parameters(4), parameters(4)
-    blocks = [params[:2], params[2:]]
-    train(params, [AdamW(block, first_parameter=sum(map(len, blocks[:k]))) for k, block in enumerate(blocks)])
-    train(whole, [AdamW(whole)])
-    assert all(map(torch.equal, params, whole))

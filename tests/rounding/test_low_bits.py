@@ -193,9 +193,5 @@ def test_ties_are_kept_too(contiguous):
     assert keep_low_bits(param, exact)
     assert torch.equal(cast, param)
     missing = exact.view(torch.int32) - fp32_value(param, low_bits(param)).view(torch.int32)
-    assert missing.tolist() == [
-        [0] * 4,
-        [1] * 4,
-        [0] * 4,
-        [0] * 4,
-    ]  # the ties between an even number and an odd one above
+    # The ties between an even number and an odd one above.
+    assert missing.tolist() == [[0] * 4, [1] * 4, [0] * 4, [0] * 4]

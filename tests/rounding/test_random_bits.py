@@ -165,7 +165,7 @@ def test_neighbouring_streams_are_independent(name, distance):
         assert (first.roll(shift) == second).sum() <= 60  # Poisson(4)
 
 
-@pytest.mark.parametrize("role", [0, 1, 2])
+@pytest.mark.parametrize("role", [0, 1, pytest.param(2, marks=pytest.mark.every_case)])
 def test_one_element_over_consecutive_steps(role):
     """The bits that an element draws during a run: 4,096 steps of 64 elements."""
     index = torch.arange(64)
