@@ -104,19 +104,23 @@ def _restore_rotary_tables(plan: CastPlan, modules: Mapping[str, nn.Module]) -> 
 def _loading_warnings(
     plan: CastPlan, modules: Mapping[str, nn.Module], dtypes_before: Mapping[str, torch.dtype]
 ) -> Iterable[str]:
-    """Warn of tensors that were rounded when they were loaded."""
+    """The warning about tensors that were rounded when they were loaded; empty if there are none.
+
+    `rounded_weight_warnings` finds them, by their dtypes in the checkpoint, among the candidates collected here. Rotary
+    tables are none: they are recomputed.
+    """
     # Norms of quantized models are loaded in 16 bits, as the guide says. They lose less by that than quantized weights.
     if any(map(holds_quantized_weights, modules.values())):
         return ()
-    kept, trained = list[LoadedTensor](), list[LoadedTensor]()
+    kept_in_fp32, trained_in_16_bits = list[LoadedTensor](), list[LoadedTensor]()
     for planned in plan.tensors:
         owner, tensor = _owner(planned, modules), planned.target.tensor
         loaded = LoadedTensor(planned.name, tensor, dtypes_before[planned.name])
         if planned.action == "keep" and not is_rotary(owner):
-            kept.append(loaded)
+            kept_in_fp32.append(loaded)
         elif planned.action == "cast" and _is_trainable(tensor) and not was_cast(owner):
-            trained.append(loaded)
-    return rounded_weight_warnings(modules.values(), kept, trained)
+            trained_in_16_bits.append(loaded)
+    return rounded_weight_warnings(modules.values(), kept_in_fp32, trained_in_16_bits)
 
 
 def _owner(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> nn.Module:

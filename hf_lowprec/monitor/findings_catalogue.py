@@ -33,7 +33,7 @@ FAULTS = {
         "Norms do not move",
         "Cast the model with hf_lowprec.cast_model, which keeps norms in FP32: near 1, 16-bit numbers are far apart",
     ),
-    "never_moved": Fault("Weights do not move, although others do"),
+    "never_moved": Fault("Weights do not move"),
     "nothing_moved": Fault("No weight has moved"),
     "not_trained": Fault("Weights are not trained"),
     "not_finite": Fault(

@@ -105,7 +105,7 @@ class ParameterBlock:
         return self.samples.gather(shards, "low bits") if len(shards) == len(self.rows) else None
 
     def _first_values(self, low_bits: Tensor | None) -> Tensor:
-        """The values of the sampled elements when training began, with low bits like those that they have now, FP64."""
+        """The sampled weights when training began plus the first low bits of the present dtype, FP64."""
         dtype = None if low_bits is None else low_bits.dtype
         if self._first is None or self._first[0] != dtype:
             weights, known = self._watched.first_weights, self._watched.first_low_bits

@@ -132,19 +132,20 @@ class LowPrecisionOptimizer(Algorithm):
         arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
-        """Parameters whose compensation started with a dither."""
+        """Parameters whose compensation holds the dither that it started with; `fp32_state_dict` subtracts it."""
         self.backend = backend
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = skip_nonfinite
         self.skipped_before = 0
+        """Steps that were skipped before this optimizer was loaded."""
         self.gradient_release = bool(gradient_release)
         self.clip = clip
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
-        self._reset()
-        self.release = None
+        self._forget_plan()
+        self.release = None  # `add_param_group` reads it, which torch calls
         defaults = {
             **defaults,
             "rounding": mode_name(rounding),
@@ -154,10 +155,11 @@ class LowPrecisionOptimizer(Algorithm):
         }
         super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
         if first_parameter is None:
-            parameter_numbers.number_single_parameter(self)
+            parameter_numbers.number_if_single(self)
         self.release = GradientRelease(self) if self.gradient_release else None
 
-    def _reset(self) -> None:
+    def _forget_plan(self) -> None:
+        """Drop what was made for the tensors that the optimizer has had so far."""
         self._plan: StepPlan | None = None
         self._captured_steps: set[BackendStep] = set()  # replays read their tables: kept as long as the states
         self._clipping = GradientClipping()
@@ -502,7 +504,7 @@ class LowPrecisionOptimizer(Algorithm):
     def __setstate__(self, state: dict[str, Any]) -> None:
         norm_before = state.pop(NORM_BEFORE, 0.0)
         super().__setstate__(state)
-        self._reset()
+        self._forget_plan()
         self.release = vars(self).get("release")  # there is one while torch loads a state dict
         if self.gradient_release:
             self.release = self.release or GradientRelease(self)

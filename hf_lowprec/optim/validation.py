@@ -50,7 +50,7 @@ def check_new_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None
         group: the group, with defaults filled in.
         where: its name in messages, such as "param group 0".
     """
-    check_keys(optimizer, group, where)
+    check_group_keys(optimizer, group, where)
     check_group(optimizer, group, where, least_lr=0.0)
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":
         check_scalars(group, optimizer.scalars(group, float(group["lr"]), 1))
@@ -69,7 +69,7 @@ def check_scalars(group: ParamGroup, scalars: Mapping[str, float]) -> None:
             )
 
 
-def check_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
+def check_group_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     """Raise ValueError if a key of `group` is an argument that groups cannot have, or looks like a misspelt one.
 
     Other unknown keys belong to the user and are left alone.

@@ -18,7 +18,7 @@ from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.split import LOW_BITS_OF_24, join, split
 from hf_lowprec.rounding.stochastic import round_stochastic
 
-RandomBits = Callable[[int], Tensor]
+DrawBits = Callable[[int], Tensor]
 """Returns 16 random bits per element for a role, as int32 in [0, 65536)."""
 
 Auxiliary = Mapping[str, Tensor]
@@ -73,7 +73,7 @@ class Mode:
     """
 
     name: str
-    add: Callable[[Tensor, Tensor, Auxiliary, RandomBits, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
+    add: Callable[[Tensor, Tensor, Auxiliary, DrawBits, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
     auxiliary: tuple[State, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     load: Callable[[Tensor, Auxiliary], Tensor] = lambda weight, auxiliary: weight
@@ -96,26 +96,26 @@ WEIGHT_ROLE = 0
 
 
 def _add_nearest(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: DrawBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return round_nearest(weight + update, dtype), {}
 
 
 def _add_stochastic(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: DrawBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return round_stochastic(weight + update, random_bits(WEIGHT_ROLE)), {}
 
 
 def _add_kahan(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: DrawBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     total, compensation = kahan_add(weight, update, auxiliary["compensation"], dtype)
     return total, {"compensation": compensation}
 
 
 def _add_split(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: DrawBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     stored, remainder = split(weight + update)
     return stored, {"remainder": remainder}
@@ -126,7 +126,7 @@ def _load_split(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
 
 
 def _add_split24(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: DrawBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     bits = random_bits(WEIGHT_ROLE) >> (16 - LOW_BITS_OF_24)
     stored, remainder = split(round_stochastic(weight + update, bits, LOW_BITS_OF_24))

@@ -150,15 +150,16 @@ def test_names_with_the_prefix_of_a_base_model(tmp_path):
     assert not comparison.missing and {*comparison.added} == {"classifier.weight", "classifier.bias"}
 
 
-def test_names_with_wrappers(tmp_path):
+@pytest.mark.parametrize("other", ["module.", "_orig_mod.", "_orig_mod.base."])
+def test_names_with_wrappers(tmp_path, other):
     weights = {name: tensor.clone() for name, tensor in llama().state_dict().items()}
-    for folder, prefix in (("plain", ""), ("ddp", "module."), ("compiled", "_orig_mod.")):
+    for folder, prefix in (("plain", ""), ("other", other)):
         (tmp_path / folder).mkdir()
         save_file(
             {prefix + name: w + len(prefix) for name, w in weights.items()}, tmp_path / folder / "model.safetensors"
         )
-    for folder in ("ddp", "compiled"):
-        _, comparison, _ = inspect(tmp_path / "plain", tmp_path / folder)
+    for earlier, later in (("plain", "other"), ("other", "plain")):
+        _, comparison, _ = inspect(tmp_path / earlier, tmp_path / later)
         assert len(comparison.changes) == 21 and not comparison.missing and not comparison.added
 
 

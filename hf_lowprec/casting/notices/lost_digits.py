@@ -81,11 +81,11 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 @dataclass(frozen=True, eq=False)
 class LoadedTensor:
-    """A tensor as it was before a cast."""
+    """A tensor after a cast, and the dtype that it was loaded in."""
 
     name: str
     tensor: Tensor
-    loaded_dtype: torch.dtype  # before the cast
+    loaded_dtype: torch.dtype
 
 
 def rounded_weight_warnings(

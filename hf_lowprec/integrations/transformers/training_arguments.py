@@ -121,19 +121,24 @@ def check_liger(args: Any, heads: Iterable[str]) -> None:
         )
 
 
-def _adam_fields(args: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments from Trainer's changed `adam_…` fields, for an algorithm with these `defaults`."""
+def _adam_fields(args: Any, open_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments from Trainer's changed `adam_…` fields.
+
+    Args:
+        args: Trainer's arguments.
+        open_defaults: the algorithm's keywords and defaults, without those that `optim_args` sets.
+    """
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     changed = {name: getattr(args, name) for name in _ADAM_FIELDS if getattr(args, name) != stock[name]}
     kwargs = {}
-    if "eps" in defaults and "adam_epsilon" in changed:
+    if "eps" in open_defaults and "adam_epsilon" in changed:
         kwargs["eps"] = changed["adam_epsilon"]
-    if "betas" in defaults and (changed_betas := changed.keys() & {"adam_beta1", "adam_beta2"}):
-        if len(defaults["betas"]) != 2:
+    if "betas" in open_defaults and (changed_betas := changed.keys() & {"adam_beta1", "adam_beta2"}):
+        if len(open_defaults["betas"]) != 2:
             raise ValueError(
                 f"{' and '.join(sorted(changed_betas))} cannot be used with optim={optimizer_name(args)!r}, which has "
-                f"{len(defaults['betas'])} betas; set optim_args='betas={join_numbers(defaults['betas'])}'"
+                f"{len(open_defaults['betas'])} betas; set optim_args='betas={join_numbers(open_defaults['betas'])}'"
             )
-        first, second = defaults["betas"]
+        first, second = open_defaults["betas"]
         kwargs["betas"] = (changed.get("adam_beta1", first), changed.get("adam_beta2", second))
     return kwargs

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_lowprec.optim.step.kernel_spec import CLIP, KernelSpec, StoredState
 from hf_lowprec.rounding import MODES, random_word, round_nearest, round_stochastic
 from hf_lowprec.rounding.block_floats import decode, encode
-from hf_lowprec.rounding.modes import RandomBits
+from hf_lowprec.rounding.modes import DrawBits
 from hf_lowprec.rounding.random_bits import lane, word_of
 
 
@@ -47,7 +47,7 @@ def fused_step(
     Returns:
         `(weight', state')`: FP32 or int32 tensors whose values the storage dtypes represent exactly.
     """
-    draw = _draws(index, keys)
+    draw = _draw_bits(index, keys)
     loaded, decoded = _load_weight(spec, weight, state), load_states(spec, state)
     update, new_state = _evaluate_loaded(spec.update, spec, loaded, grad, decoded, scalars)
     if spec.param_dtype == torch.float32:
@@ -62,8 +62,13 @@ def fused_step(
     return new_weight, rounded
 
 
-def _draws(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> RandomBits:
-    """The random bits of each role; roles that share a word draw it once."""
+def _draw_bits(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> DrawBits:
+    """The function from a role to its random bits (see `random_bits.py`). Roles that share a word draw it once.
+
+    Args:
+        index: the global index of each element.
+        keys: by word, the keys of the step.
+    """
     words: dict[int, Tensor] = {}
 
     def draw(role: int) -> Tensor:
@@ -75,7 +80,7 @@ def _draws(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> RandomBits:
     return draw
 
 
-def _store(spec: KernelSpec, stored: StoredState, value: Tensor, draw: RandomBits) -> dict[str, Tensor]:
+def _store(spec: KernelSpec, stored: StoredState, value: Tensor, draw: DrawBits) -> dict[str, Tensor]:
     """The new value of a state as it is stored, by name: rounded, or as codes and scales."""
     if stored.name in spec.scales:
         code, scale = encode(value, draw(stored.role), stored.nonnegative)

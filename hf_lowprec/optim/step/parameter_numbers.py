@@ -27,7 +27,7 @@ Optimizers of different kinds belong to runs that are compared, so they must dra
 """
 
 
-def number_single_parameter(optimizer: Algorithm) -> None:
+def number_if_single(optimizer: Algorithm) -> None:
     """Number the parameter of a new optimizer, if it has only one, counting separately for each kind of optimizer."""
     if [len(group["params"]) for group in optimizer.param_groups] != [1]:
         return

@@ -78,11 +78,11 @@ def inspect(
 
 def _is_unread(inspection: Inspection) -> bool:
     """Return whether something of a checkpoint could not be read."""
-    return any(checkpoint.notes for checkpoint in inspection.checkpoints)
+    return any(checkpoint.unread for checkpoint in inspection.checkpoints)
 
 
 def _print(inspection: Inspection, console: Console) -> None:
-    """Print tables, checkpoint, and at the end the findings."""
+    """Print what each checkpoint is, a table, remarks, and at the end the findings."""
     from hf_lowprec.tools.inspection import tables
     from hf_lowprec.tools.inspection.findings_in_one import counted
 
@@ -96,11 +96,10 @@ def _print(inspection: Inspection, console: Console) -> None:
         sentence(tables.heading(checkpoint))
     if inspection.comparison:
         console.print(tables.changes_table(inspection.comparison))
-        notes = [note for checkpoint in inspection.checkpoints for note in checkpoint.notes]
-        lines = [*tables.lines_on_two(inspection.comparison), *notes]
+        lines = tables.lines_on_two(inspection.comparison)
     else:
         console.print(tables.weights_table(inspection.checkpoints[0]))
-        lines = [*tables.lines_on_one(inspection.checkpoints[0])]
+        lines = tables.lines_on_one(inspection.checkpoints[0])
     for line in lines:
         sentence(f"- {line}", indent="  ")
     console.print()

@@ -36,36 +36,45 @@ class WeightLayout:
         self.model = model
         self._stored = stored
         tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         by_tensor: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             by_tensor.setdefault(id(tensor), []).append(name)
         self.aliases = {name: names for names in by_tensor.values() for name in names}
         self.infos: dict[str, TensorInfo] = {}
         self._stored_name: dict[str, str] = {}
-        for name, tensor in tensors.items():
-            stored_name = next((n for n in self.aliases[name] if self._has(n, tensor.shape)), None)
-            if stored_name is not None:
-                self._stored_name[name] = stored_name
-                self.infos[name] = TensorInfo(tensor.shape, stored.infos[stored_name].dtype)
-        converted = [name for name in tensors if name not in self.infos and name not in ignored]
-        if converted:
-            self._record_saving(model, tensors)
-        for name in converted:
-            parts = self._saved_parts(name)
-            if not parts:
-                raise ValueError(
-                    f"the checkpoint has no weights for {name} of shape {tuple(tensors[name].shape)}, which "
-                    f"{type(model).__name__} has according to config.json"
-                )
-            dtypes = {stored.infos[part].dtype for part in parts}
-            self.infos[name] = TensorInfo(tensors[name].shape, torch.float32 if len(dtypes) > 1 else dtypes.pop())
+        self._find_stored_as_they_are(tensors)
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        others = [name for name in tensors if name not in self.infos and name not in ignored]
+        if others:
+            self._find_stored_in_another_layout(tensors, others)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor of the model to the CPU."""
         if name in self._stored_name:
             return self._stored.read(self._stored_name[name])
         return self._read_converted(name)
+
+    def _find_stored_as_they_are(self, tensors: dict[str, Tensor]) -> None:
+        """Find the tensors that the checkpoint has by their name, or by that of a tensor tied to them."""
+        for name, tensor in tensors.items():
+            stored_name = next((n for n in self.aliases[name] if self._has(n, tensor.shape)), None)
+            if stored_name is not None:
+                self._stored_name[name] = stored_name
+                self.infos[name] = TensorInfo(tensor.shape, self._stored.infos[stored_name].dtype)
+
+    def _find_stored_in_another_layout(self, tensors: dict[str, Tensor], names: list[str]) -> None:
+        """Find the tensors `names` in the stored ones that transformers computes from them when it saves the model."""
+        self._record_saving(self.model, tensors)
+        for name in names:
+            parts = self._stored_parts(name)
+            if not parts:
+                raise ValueError(
+                    f"the checkpoint has no weights for {name} of shape {tuple(tensors[name].shape)}, which "
+                    f"{type(self.model).__name__} has according to config.json"
+                )
+            dtypes = {self._stored.infos[part].dtype for part in parts}
+            # FP32 holds the values of all parts.
+            self.infos[name] = TensorInfo(tensors[name].shape, torch.float32 if len(dtypes) > 1 else dtypes.pop())
 
     def _has(self, name: str, shape: torch.Size) -> bool:
         return name in self._stored.infos and self._stored.infos[name].shape == shape
@@ -80,7 +89,7 @@ class WeightLayout:
         with self._recorded:
             self._saved = private_apis.in_saved_layout(model, sources)
 
-    def _saved_parts(self, name: str) -> list[str]:
+    def _stored_parts(self, name: str) -> list[str]:
         """The stored tensors that are computed from the tensor `name`; empty unless all of them are stored."""
         parts: list[str] = []
         for alias in self.aliases[name]:
@@ -95,7 +104,7 @@ class WeightLayout:
         Saving is repeated with the elements' positions in place of their values. The position that arrives at each
         place of a stored tensor says where its value belongs.
         """
-        parts = self._saved_parts(name)
+        parts = self._stored_parts(name)
         name = next(alias for alias in self.aliases[name] if alias in self._recorded.sources_of(self._saved[parts[0]]))
         sources = {source for part in parts for source in self._recorded.sources_of(self._saved[part])}
         shape = self._shapes[name]

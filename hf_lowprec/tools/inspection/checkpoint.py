@@ -31,7 +31,7 @@ class Checkpoint:
         weights: its weights.
         states: the optimizer's states; empty without optimizer.
         record: what Trainer logged; None if it was not Trainer who saved it.
-        notes: what of it could not be read.
+        unread: what of it could not be read, and why.
         given: the hyperparameters that the user has named.
         progress: called with the name of each weight before it is read.
     """
@@ -41,7 +41,7 @@ class Checkpoint:
     weights: StoredTensors
     states: list[ParameterState]
     record: TrainingRecord | None
-    notes: list[str]
+    unread: list[str]
     given: Hyperparameters
     progress: Callable[[str], None] = field(compare=False)
 

@@ -118,21 +118,22 @@ def compare_checkpoints(
 
 
 def _pairs(earlier: Iterable[str], later: Iterable[str]) -> dict[str, str]:
-    """The name in the earlier checkpoint of each tensor of the later one, where there is one.
+    """Later name → earlier name, of each tensor that both checkpoints have.
 
-    Names may differ by wrappers (DDP, torch.compile, FSDP) and by the prefix of a base model.
+    Names of wrappers (DDP, torch.compile, FSDP, PEFT's `.default`) do not count. If no name matches otherwise, the
+    first component may be missing on one side, such as the `model` of a base model.
     """
-    short: dict[str, str] = {_WRAPPERS.sub("", name).lstrip("."): name for name in earlier}
-    pairs = {name: short[key] for name in later if (key := _WRAPPERS.sub("", name).lstrip(".")) in short}
-    if pairs:
-        return pairs
-    without = {name.partition(".")[2]: original for name, original in short.items()}
-    candidates = {name: (name.partition(".")[2], name) for name in later}
-    return {
-        name: short.get(inner) or without[outer]
-        for name, (inner, outer) in candidates.items()
-        if inner in short or outer in without
-    }
+    old, new = ({_WRAPPERS.sub("", name).lstrip("."): name for name in names} for names in (earlier, later))
+    same = {name: old[key] for key, name in new.items() if key in old}
+    if same:
+        return same
+    old_without_prefix = {key.partition(".")[2]: name for key, name in old.items()}
+    pairs = {}
+    for key, name in new.items():
+        found = old.get(key.partition(".")[2]) or old_without_prefix.get(key)
+        if found is not None:
+            pairs[name] = found
+    return pairs
 
 
 def _steps_between(earlier: Checkpoint, later: Checkpoint) -> int | None:

@@ -128,7 +128,7 @@ def _layer_was_trained(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _never_moved(checkpoint: Checkpoint) -> list[Finding]:
-    """Other tensors that are all 0.0 or 1.0 although gradients have reached them."""
+    """Tensors other than norms that are all 0.0 or 1.0 although the optimizer has stepped them."""
     norms, states = checkpoint.norms, checkpoint.state_of
     names = [
         name

@@ -61,7 +61,7 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "update": checkpoint.update,
         "tensors": tensors,
         "optimizer": states,
-        "notes": checkpoint.notes,
+        "notes": checkpoint.unread,
     }
 
 

@@ -79,7 +79,7 @@ def lines_on_one(checkpoint: Checkpoint) -> Iterator[str]:
             f"whose spacing is more than twice as large; {keeping} them."
         )
     yield from _lines_on_optimizer(checkpoint)
-    yield from checkpoint.notes
+    yield from checkpoint.unread
 
 
 def _lines_on_optimizer(checkpoint: Checkpoint) -> Iterator[str]:
@@ -134,6 +134,7 @@ def lines_on_two(comparison: Comparison) -> Iterator[str]:
         changed = [f"{name} from {old} to {new}" for name, (old, new) in comparison.reshaped.items()]
         yield f"Another shape: {listed(changed)}."
     yield from comparison.notes
+    yield from [*comparison.earlier.unread, *comparison.later.unread]
 
 
 def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:

@@ -136,7 +136,7 @@ def draw_measure(ax: Axes, runs: Sequence[Run], theme: Theme, *, measure: Measur
     elif measure.scale == "log":
         _set_ratio_axis(ax, values)
     else:
-        _set_axis_from_zero(ax, values)
+        _set_compensation_axis(ax, values)
 
 
 def panel_figure(panel: Panel, runs: Sequence[Run], theme: Theme = LIGHT) -> Figure:
@@ -327,14 +327,15 @@ def _set_ratio_axis(ax: Axes, values: Sequence[float]) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"1e{round(math.log10(value))}"))
 
 
-def _set_axis_from_zero(ax: Axes, values: Sequence[float]) -> None:
+def _set_compensation_axis(ax: Axes, values: Sequence[float]) -> None:
     """From 0 to half a spacing, or to the largest value if most exceed that.
 
     A compensation is within half a spacing when it is stored. Later the weight can come close to 0, where numbers are
     dense, and few such weights make a peak of the root mean square.
     """
-    if median(values or [0]) <= 0.5:
-        ax.set_ylim(0, 0.52)
+    half = 0.5  # of a spacing, the unit of the axis
+    if median(values or [0]) <= half:
+        ax.set_ylim(0, 1.04 * half)
         ax.set_yticks([0, 0.25, 0.5], ["0", "0.25", "0.5"])
     else:
         ax.set_ylim(0, 1.05 * max(values))

@@ -116,7 +116,7 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
 _PAIRS = BLOCK // 2
 _PARITIES = ("even", "odd")
 
-_BLOCKS = """\
+_LOOP_OVER_BLOCKS = """\
         /* The operations traced from `fused_step` in step/fused_step.py, in loops over the pairs of a block. */
         for (int block = 0; block < count; block += {block}) {{
 {declarations}
@@ -139,8 +139,8 @@ _PAIR_LOOP = """\
             }}
 {after}"""
 
-_EACH_PAIR = f"for (int j = 0; j < {_PAIRS}; j++)"
-_BYTE_PAIR = "((byte_pair *)({0}_ptr + block))[j]"
+_FOR_EACH_PAIR = f"for (int j = 0; j < {_PAIRS}; j++)"
+_BYTE_PAIR_J = "((byte_pair *)({0}_ptr + block))[j]"
 _PAIR = "((pair *)({0}_ptr + block))[j]"
 
 # The two elements of a pair of bytes. `decode` takes codes without their sign as well.
@@ -171,6 +171,7 @@ class _BlockRenderer:
         self._loops = block_loops(graph, set(self._elements))
 
     def render(self) -> str:
+        """The C loop over a chunk's blocks: declarations, a C loop for each `BlockLoop`, stores of 8-bit states."""
         declarations = [
             f"const uint32_t first_weyl{word} = weyl{word} + (uint32_t)block * {WEYL_INCREMENT};"
             for word in self._spec.random_words
@@ -178,15 +179,17 @@ class _BlockRenderer:
         declarations += [self._load(name, f"block / {BLOCK}") for name in sorted(self._spec.per_block_tensors)]
         for name in self._in_bytes:
             declarations.append(f"uint32_t {name}_pairs[{_PAIRS}], new_{name}_pairs[{_PAIRS}];")
-            declarations.append(f"{_EACH_PAIR} {name}_pairs[j] = {_BYTE_PAIR.format(name)};")
+            declarations.append(f"{_FOR_EACH_PAIR} {name}_pairs[j] = {_BYTE_PAIR_J.format(name)};")
         for node in (node for loop in self._loops for node in loop.kept):
             arrays = ", ".join(f"kept_{node.name}_{parity}[{_PAIRS}]" for parity in _PARITIES)
             declarations.append(f"{self._type(node.name)} {arrays};")
-        return _BLOCKS.format(
+        return _LOOP_OVER_BLOCKS.format(
             block=BLOCK,
             declarations=indent(12, declarations),
             loops="\n".join(map(self._loop, self._loops)),
-            stores=indent(12, [f"{_EACH_PAIR} {_BYTE_PAIR.format(n)} = new_{n}_pairs[j];" for n in self._in_bytes]),
+            stores=indent(
+                12, [f"{_FOR_EACH_PAIR} {_BYTE_PAIR_J.format(n)} = new_{n}_pairs[j];" for n in self._in_bytes]
+            ),
         )
 
     def _loop(self, loop: BlockLoop) -> str:

@@ -135,7 +135,7 @@ class TritonStep(BackendStep):
         """The inputs of this step's launches, made on the first launch."""
         if self._inputs is None:
             group, tables = self.fused_group, self._tables.of_step()
-            enabled = self._tables.always if group.enabled is None else group.enabled.to(torch.int32)
+            enabled = self._tables.always_enabled if group.enabled is None else group.enabled.to(torch.int32)
             scalars = group.all_scalars(tables.scalars)
             arguments = (self._tables.segments, tables.pointers, scalars, tables.counts, enabled)
             self._inputs = _StepInputs(self._tables.chunks(), arguments)

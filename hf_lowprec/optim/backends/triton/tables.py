@@ -61,26 +61,28 @@ class DeviceTables:
     Attributes:
         segments: see `Segments.table`.
         all_chunks: whole chunks and shorter ones in one table, wherever their tensors lie, for kernels that sum.
-        always: an int32 scalar that enables a step.
+        always_enabled: an int32 scalar that enables a step.
 
     Args:
         fused_group: the group.
-        chunk: elements of a whole chunk.
-        block: elements of a ragged chunk, at most.
+        whole_size: elements of a whole chunk.
+        ragged_size: elements of a ragged chunk, at most.
     """
 
-    def __init__(self, fused_group: FusedGroup, chunk: int, block: int) -> None:
-        self._group, self._chunk, self._block = fused_group, chunk, block
-        self._host_chunks = fused_group.segments.chunks(chunk)
-        always = torch.ones((), dtype=torch.int32, device="cpu")
-        static = (self._host_chunks, fused_group.segments.table, always)
-        self.all_chunks, self.segments, self.always = _upload(fused_group.device, *static)
-        self._of_step: StepTables | None = None
+    def __init__(self, fused_group: FusedGroup, whole_size: int, ragged_size: int) -> None:
+        self._group, self._whole_size, self._ragged_size = fused_group, whole_size, ragged_size
+        self._host_chunks = fused_group.segments.chunks(whole_size)
+        always_enabled = torch.ones((), dtype=torch.int32, device="cpu")
+        unchanging = (self._host_chunks, fused_group.segments.table, always_enabled)
+        self.all_chunks, self.segments, self.always_enabled = _upload(fused_group.device, *unchanging)
+        self._of_step: StepTables | None = None  # between steps None
+        # What was sent last, to be used again if addresses or their alignment have not changed.
         self._last_chunks: ChunkTables | None = None
-        self._captured_chunks: list[ChunkTables] = []
         self._sent_pointers: _SentPointers | None = None
-        self._pinned_reserve: list[Tensor] = []
+        # What captured graphs read in every replay, and the pinned memory that the next capture will take.
+        self._captured_chunks: list[ChunkTables] = []
         self._captured_pointers: list[Tensor] = []
+        self._pinned_reserve: list[Tensor] = []
 
     def of_step(self) -> StepTables:
         """This step's tables, sent on the first call of a step."""
@@ -130,7 +132,7 @@ class DeviceTables:
     def _divided(self, now: Tensor) -> ChunkTables:
         """The chunks for addresses of this alignment."""
         group = self._group
-        chunks = divide(group.spec, group.segments, now, self._chunk, self._block)
+        chunks = divide(group.spec, group.segments, now, self._whole_size, self._ragged_size)
         whole_bounds = _bounds(group.segments.entry_index[chunks.whole[:, 0]], len(group.entries))
         ragged_bounds = _bounds(chunks.ragged[:, 0], len(group.entries))
         if len(chunks.ragged) == 0:  # all chunks are whole
