@@ -56,12 +56,12 @@ Distributed checkpoints hold nothing but states and the keys of param groups, an
 checkpoint lacks a key. It is a string because torch flattens containers into keys of their own.
 """
 
-_CARRIED = {
+_CARRIED: dict[str, Any] = {
     _CARRIER: object,
     "optimizer": str,
     "format": int,
     DITHERED: str,
-    "first_parameter": int,
+    "first_parameter": (int, type(None)),
     NORM_BEFORE: float,
     SKIPPED_STEPS: int,
 }
