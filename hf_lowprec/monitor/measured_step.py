@@ -206,11 +206,11 @@ class MeasuredBlocks:
         self._watched = watched
         self._dtypes = dtypes
         self._across_ranks = across_ranks
-        self._blocks: dict[Any, ParameterBlock] = {}
+        self._blocks_of_last_step: dict[Any, ParameterBlock] = {}
 
     def clear(self) -> None:
         """Forget the blocks, which hold on to the tensors of a plan."""
-        self._blocks.clear()
+        self._blocks_of_last_step.clear()
 
     def record_beginning(self) -> None:
         """Before the first step, let one of our optimizers create the states, and record what weights start with."""
@@ -227,18 +227,18 @@ class MeasuredBlocks:
         self.add_rest(step)
 
     def add_plan(self, plan: StepPlan, step: MeasuredStep) -> None:
-        """Add the parameters of a plan of one of our optimizers, which has called `prepare_step`."""
+        """Add the parameters of a plan to `step`, and compute their exact updates. `prepare_step` was called for it."""
         assert isinstance(self._optimizer, LowPrecisionOptimizer)
         for backend_step in plan.backend_steps:
             fused_group = backend_step.fused_group
             rows = [self._watched.row[entry.param] for entry in fused_group.entries]
             step.stepped.update(rows)
-            block = self._blocks.get(fused_group)
+            block = self._blocks_of_last_step.get(fused_group)
             if block is None:
                 self._watched.record_first_low_bits(rows)
                 samples = ParameterSamples(fused_group.weights, self._watched.sample_size)
-                measured = fused_group.spec.param_dtype in self._dtypes
-                updates = FusedGroupUpdates(self._optimizer, backend_step, samples) if measured else None
+                measures_updates = fused_group.spec.param_dtype in self._dtypes
+                updates = FusedGroupUpdates(self._optimizer, backend_step, samples) if measures_updates else None
                 block = ParameterBlock(self._watched, rows, fused_group.weights, samples, fused_group.sharding, updates)
             if block.updates is not None:
                 block.exact = block.updates.compute(step.with_decay)
@@ -250,7 +250,7 @@ class MeasuredBlocks:
 
     def add_rest(self, step: MeasuredStep) -> None:
         """Add the parameters that are in no plan: those without gradient, and all those of another library."""
-        self._blocks = step.blocks_of_groups
+        self._blocks_of_last_step = step.blocks_of_groups
         params, is_ours = self._watched.params, isinstance(self._optimizer, LowPrecisionOptimizer)
         rest = [row for row in range(len(params)) if row not in step.stepped]
         self._watched.record_first_low_bits(rest)

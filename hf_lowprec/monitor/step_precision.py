@@ -171,7 +171,7 @@ class StepPrecision:
 
     Attributes:
         step: the number of the step.
-        sums: FP64 of shape (tensors, sums) on the CPU, see `step_statistics.SUMS`.
+        sums: FP64 of shape (tensors, sums) on the CPU, see `SUMS`.
         names: the tensors' names.
         kinds: their kinds, see `parameter_kinds`.
         learning_rate: the largest learning rate of the step; None if the optimizer has none.

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.tools.doctor.advice import find_problems
 from hf_lowprec.tools.doctor.planned_run import STOCK, plan_run
-from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION
+from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION_QUANTA
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 SCHEDULERS = {
@@ -104,9 +104,9 @@ def test_where_updates_are_stored():
     assert plan().storage("stochastic") == (((1.0, 1.0),), True)
     assert plan().storage("split") == (((2.0**-16, 1.0),), False)
     assert plan().storage("split24") == (((2.0**-8, 1.0),), True)
-    assert plan().storage("kahan") == (COMPENSATION, True)
-    assert plan("adamw_bf16_kahan", "state_rounding=nearest").storage("kahan") == (COMPENSATION, False)
-    assert plan("adamw_bf16_sr", "state_rounding=nearest").storage("kahan") == (COMPENSATION, True)
+    assert plan().storage("kahan") == (COMPENSATION_QUANTA, True)
+    assert plan("adamw_bf16_kahan", "state_rounding=nearest").storage("kahan") == (COMPENSATION_QUANTA, False)
+    assert plan("adamw_bf16_sr", "state_rounding=nearest").storage("kahan") == (COMPENSATION_QUANTA, True)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION, Storage, count_spacings, round_updates
+from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION_QUANTA, Storage, count_spacings, round_updates
 from hf_lowprec.tools.doctor.update_sizes import Directions, noise_directions
 
 NEAREST, STOCHASTIC = Storage(((1.0, 1.0),), False), Storage(((1.0, 1.0),), True)
 SPLIT = Storage(((2.0**-16, 1.0),), False)
-KAHAN, KAHAN_NEAREST = Storage(COMPENSATION, True), Storage(COMPENSATION, False)
+KAHAN, KAHAN_NEAREST = Storage(COMPENSATION_QUANTA, True), Storage(COMPENSATION_QUANTA, False)
 SPACING = 2.0**-13
 """Of weights from 2^-6 to 2^-5."""
 

@@ -135,13 +135,13 @@ def _tensors_in_failed_line(trace: TracebackType, module: nn.Module, name: str) 
 
 
 def _source_of_operation(summary: traceback.FrameSummary) -> str:
-    """The lines that a frame was at or, from Python 3.11 on, the part of one line."""
+    """The source of the operation that a frame was at: only its columns if it is on one line, from Python 3.11 on."""
     first = summary.lineno or 0
     last = getattr(summary, "end_lineno", None) or first
     start, end = getattr(summary, "colno", None), getattr(summary, "end_colno", None)
     lines = [linecache.getline(summary.filename, number) for number in range(first, last + 1)]
     if len(lines) == 1 and start is not None:
-        return lines[0].encode()[start:end].decode()
+        return lines[0].encode()[start:end].decode(errors="replace")  # columns count bytes of UTF-8
     return "".join(lines)
 
 

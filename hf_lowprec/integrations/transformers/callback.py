@@ -294,7 +294,7 @@ class LowPrecisionCallback(TrainerCallback):
     def _evaluate(self) -> None:
         """Evaluate what was measured since the last log, and warn of findings."""
         if self._monitor is not None:
-            self._monitor.evaluate()
+            self._monitor.evaluate_and_warn()
             self.precision, self.findings = self._monitor.precision, self._monitor.findings
 
     def on_train_end(

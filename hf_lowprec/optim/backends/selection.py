@@ -37,7 +37,8 @@ def check_backend(backend: str) -> None:
 def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
     """Build the `BackendStep` of `fused_group`, with its kernel and tables.
 
-    `"auto"` falls back to `eager`, with a warning.
+    `"auto"` falls back to `eager`: with a warning if Triton or the C compiler fails, and silently on a device that has
+    no faster backend.
 
     Args:
         backend: the optimizer's argument.

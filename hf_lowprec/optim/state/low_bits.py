@@ -380,7 +380,8 @@ def keep_low_bits(optimizer: Any) -> None:
     for param, stream in random_streams(optimizer.param_groups):
         state = low_bits_state(optimizer.state.get(param, {}))
         if state is not None and param.dtype in LOW_PRECISION_DTYPES:
-            set_low_bits(param, local_shard(state), stream if param in optimizer.dithered else None)
+            dither_stream = stream if param in optimizer.dithered else None  # the dither is no part of the FP32 weight
+            set_low_bits(param, local_shard(state), dither_stream)
 
 
 def drop_low_bits(model: nn.Module) -> None:

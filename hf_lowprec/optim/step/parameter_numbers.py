@@ -20,7 +20,8 @@ _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
 
 _SETTINGS = ("rounding", "state_dtype", "state_rounding", "seed")
-_EXECUTION = ("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release")
+_EXECUTION = ("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite")
+_EXECUTION += ("gradient_release", "clip")
 """Arguments that tell kinds of optimizers apart: those that groups have, and those of the whole optimizer.
 
 Optimizers of different kinds belong to runs that are compared, so they must draw the same bits.
@@ -28,16 +29,19 @@ Optimizers of different kinds belong to runs that are compared, so they must dra
 
 
 def number_if_single(optimizer: Algorithm) -> None:
-    """Number the parameter of a new optimizer, if it has only one, counting separately for each kind of optimizer."""
+    """Let a new optimizer with a single parameter draw other random bits than those of its kind before it.
+
+    Its `first_parameter` becomes the number of those before it; the default, 0, is left out.
+    """
     if [len(group["params"]) for group in optimizer.param_groups] != [1]:
         return
     settings = (str(optimizer.defaults[name]) for name in _SETTINGS)
     execution = (getattr(optimizer, name) for name in _EXECUTION)
     kind = (type(optimizer), *settings, *execution, isinstance(optimizer.defaults["lr"], Tensor))
-    number = _constructed[kind]
+    before = _constructed[kind]
     _constructed[kind] += 1
-    if number:
-        optimizer.defaults["first_parameter"] = optimizer.param_groups[0]["first_parameter"] = number
+    if before:
+        optimizer.defaults["first_parameter"] = optimizer.param_groups[0]["first_parameter"] = before
 
 
 def reset_numbers() -> None:

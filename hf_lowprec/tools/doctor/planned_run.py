@@ -15,7 +15,7 @@ from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSched
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.state_tensors import state_dtype
 from hf_lowprec.rounding import MODES
-from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION, Storage
+from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION_QUANTA, Quantum, Storage
 from hf_lowprec.tools.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
 from hf_lowprec.tools.inspection.optimizer_states import read_parameter_states
 
@@ -61,15 +61,12 @@ class PlannedRun(NamedTuple):
         return len(self.learning_rates)
 
     def storage(self, mode: str) -> Storage:
-        """The storage of updates with `mode`.
-
-        Only a requested compensation has another state rounding than the default.
-        """
+        """How updates are stored with `mode`. A mode that the run does not use is predicted with its defaults."""
         declared = MODES[mode]
         if declared.has_compensation:
-            requested = any(phase.mode == mode for phase in self.rounding.phases)
-            return Storage(COMPENSATION, stochastic=not requested or self.state_rounding == "stochastic")
-        return Storage(((2.0**-declared.remainder_bits, 1.0),), stochastic=declared.random)
+            is_used = any(phase.mode == mode for phase in self.rounding.phases)
+            return Storage(COMPENSATION_QUANTA, stochastic=not is_used or self.state_rounding == "stochastic")
+        return Storage((Quantum(2.0**-declared.remainder_bits, share=1.0),), stochastic=declared.random)
 
 
 def optimizer_of_checkpoint(folder: Path, optim_args: str | None, betas: Betas) -> dict[str, Any]:

@@ -69,18 +69,28 @@ def count_spacings(tensor: Tensor) -> Tensor:
     return others + powers - below + torch.cat((below[1:], below.new_zeros(1)))
 
 
-COMPENSATION = ((2.0**-9, 0.5), (2.0**-10, 0.25), (2.0**-11, 0.125), (2.0**-12, 0.125))
+class Quantum(NamedTuple):
+    """A spacing of what is rounded, relative to the weight's, and the share of weights that have it."""
+
+    spacing: float
+    share: float
+
+
+COMPENSATION_QUANTA = (
+    Quantum(2.0**-9, 0.5), Quantum(2.0**-10, 0.25), Quantum(2.0**-11, 0.125), Quantum(2.0**-12, 0.125)
+)  # fmt: skip
+"""A compensation lies anywhere within half a spacing of its weight: half of all in the uppermost binade, and so on."""
 
 
 class Storage(NamedTuple):
     """The storage of an update.
 
     Attributes:
-        quanta: the spacing of what is rounded, relative to the weight's, and the share of weights that have it.
+        quanta: the spacings of what is rounded.
         stochastic: whether it is rounded stochastically, or to nearest.
     """
 
-    quanta: tuple[tuple[float, float], ...]
+    quanta: tuple[Quantum, ...]
     stochastic: bool
 
 

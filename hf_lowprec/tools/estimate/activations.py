@@ -22,7 +22,7 @@ from hf_lowprec.tools.estimate.live_memory import LiveMemory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SEQUENCE_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForPreTraining")
+_WITH_TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 """Ends of the names of classes with one label per token."""
 
 
@@ -122,7 +122,7 @@ def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> di
         return {"input_ids": tokens, "start_positions": one, "end_positions": one}
     if name.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": one}
-    if name.endswith(_SEQUENCE_LABELS) or getattr(model.config, "is_encoder_decoder", False):
+    if name.endswith(_WITH_TOKEN_LABELS) or getattr(model.config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "labels": tokens}
     raise InputError(f"the labels of {name} are not known")
 

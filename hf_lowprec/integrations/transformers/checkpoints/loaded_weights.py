@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def load_in_place(model: nn.Module, keeping_low_bits: bool = False) -> Iterator[None]:
-    """If parameters of `model` are replaced inside, copy their new values to the old parameters and restore those.
+    """If parameters of `model` are replaced inside, copy the new values into the old ones, and put these back.
 
     PEFT's `load_adapter` replaces 16-bit adapters by new FP32 parameters. An optimizer that was built earlier would
     continue with the old ones, which no longer belong to the model. A new parameter of another shape is kept.

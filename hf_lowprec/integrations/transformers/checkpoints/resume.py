@@ -90,7 +90,7 @@ def choose_checkpoint(
         _check_not_a_run(chosen)
         _check_named(chosen, Path(output_dir))
     _check_seen(chosen)
-    _warn_of_missing_state(chosen)
+    _warn_of_incomplete_state(chosen)
     _warn_of_missing_files(chosen)
     return str(chosen)
 
@@ -244,8 +244,8 @@ def _check_seen(checkpoint: Path) -> None:
         )
 
 
-def _warn_of_missing_state(checkpoint: Path) -> None:
-    """Warn if the checkpoint lacks the optimizer's state, random states or fields of the Trainer's state."""
+def _warn_of_incomplete_state(checkpoint: Path) -> None:
+    """Warn of what is not restored: optimizer and random states, and fields that are unknown to this Trainer."""
     if not damage.holds_optimizer(checkpoint):
         _warn(
             "%s contains no optimizer state (save_only_model=True does not save it): training continues with fresh "

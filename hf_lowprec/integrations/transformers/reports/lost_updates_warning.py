@@ -57,11 +57,11 @@ class LostUpdatesWarning(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Warn if the updates of the logged step were lost."""
+        """Warn if the step that was measured lost its updates. Stop after a warning or the last log that counts."""
         if self._monitor is None or logs is None or "loss" not in logs:
             return
         self._logs += 1
-        self._monitor.evaluate()
+        self._monitor.evaluate_and_warn()
         if self._monitor.found or self._logs >= max(_MEASURED_LOGS):
             self._stop()
 
@@ -70,7 +70,7 @@ class LostUpdatesWarning(TrainerCallback):
     ) -> None:
         """Stop watching; a run without logs has its warning now."""
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._monitor.evaluate()
+            self._monitor.evaluate_and_warn()
         self._stop()
 
     def _stop(self) -> None:

@@ -76,7 +76,7 @@ class RunMonitor:
         """Return whether a step was measured that no log will show, since the run has no training log at all."""
         return self.measured and _is_never_logged(args, state)
 
-    def evaluate(self) -> None:
+    def evaluate_and_warn(self) -> None:
         """Evaluate what was measured since the last log, and warn of what was not found before."""
         measured, self.measured = self.measured, False
         self.precision, self.findings = None, []

@@ -161,11 +161,11 @@ class _BlockRenderer:
         graph = trace(spec)
         self._spec, self._c = spec, CRenderer()
         self._rendered = operations(graph, self._c, integer_inputs(spec))
-        self._names = list(spec.output_tensors)
-        self._results = [result.name for result in output_nodes(graph)]
+        self._output_names = list(spec.output_tensors)
+        self._output_values = [result.name for result in output_nodes(graph)]
         self._elements = [name for name in spec.tensors if name not in spec.per_block_tensors]
-        self._in_bytes = [name for name in self._elements if spec.tensors[name] == torch.int8]
-        self._in_pairs = [name for name in self._elements if spec.tensors[name] in STORE_PAIR]
+        self._in_8_bits = [name for name in self._elements if spec.tensors[name] == torch.int8]
+        self._in_16_bits = [name for name in self._elements if spec.tensors[name] in STORE_PAIR]
         self._is_float = {node.name: operation.is_float for node, operation in self._rendered.items()}
         self._is_float |= {name: dtype.is_floating_point for name, dtype in spec.tensors.items()}
         self._loops = block_loops(graph, set(self._elements))
@@ -177,7 +177,7 @@ class _BlockRenderer:
             for word in self._spec.random_words
         ]
         declarations += [self._load(name, f"block / {BLOCK}") for name in sorted(self._spec.per_block_tensors)]
-        for name in self._in_bytes:
+        for name in self._in_8_bits:
             declarations.append(f"uint32_t {name}_pairs[{_PAIRS}], new_{name}_pairs[{_PAIRS}];")
             declarations.append(f"{_FOR_EACH_PAIR} {name}_pairs[j] = {_BYTE_PAIR_J.format(name)};")
         for node in (node for loop in self._loops for node in loop.kept):
@@ -188,24 +188,24 @@ class _BlockRenderer:
             declarations=indent(12, declarations),
             loops="\n".join(map(self._loop, self._loops)),
             stores=indent(
-                12, [f"{_FOR_EACH_PAIR} {_BYTE_PAIR_J.format(n)} = new_{n}_pairs[j];" for n in self._in_bytes]
+                12, [f"{_FOR_EACH_PAIR} {_BYTE_PAIR_J.format(n)} = new_{n}_pairs[j];" for n in self._in_8_bits]
             ),
         )
 
     def _loop(self, loop: BlockLoop) -> str:
-        spec, outputs = self._spec, [self._names[position] for position in loop.outputs]
+        spec, outputs = self._spec, [self._output_names[position] for position in loop.outputs]
         before = [*self._statements(loop.before), *(self._store_scale(position) for position in loop.block_outputs)]
         before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
         loaded = [node.name for node in loop.loaded]
-        loads = [f"const uint32_t {name}_pair = {_PAIR.format(name)};" for name in loaded if name in self._in_pairs]
-        loads += [f"const uint32_t {name}_pair = {name}_pairs[j];" for name in loaded if name in self._in_bytes]
+        loads = [f"const uint32_t {name}_pair = {_PAIR.format(name)};" for name in loaded if name in self._in_16_bits]
+        loads += [f"const uint32_t {name}_pair = {name}_pairs[j];" for name in loaded if name in self._in_8_bits]
         loads += [f"{self._type(name)} new_{name}_even, new_{name}_odd;" for name in outputs]
         stores = []
         for name in outputs:
             new = [f"new_{name}_{parity}" for parity in _PARITIES]
-            if name in self._in_pairs:
+            if name in self._in_16_bits:
                 stores.append(f"{_PAIR.format(name)} = {STORE_PAIR[spec.tensors[name]].format(*new)};")
-            elif name in self._in_bytes:
+            elif name in self._in_8_bits:
                 stores.append(f"new_{name}_pairs[j] = {_STORE_BYTES.format(*new)};")
             else:
                 stored = [STORE[spec.tensors[name]].format(value) for value in new]
@@ -236,14 +236,15 @@ class _BlockRenderer:
             largest, value = f"largest_{node.name}", f"(int32_t){node.args[0]}"
             lines.append(f"{largest} = {value} > {largest} ? {value} : {largest};")
         return lines + [
-            f"new_{self._names[position]}_{parity} = {self._results[position]};" for position in loop.outputs
+            f"new_{self._output_names[position]}_{parity} = {self._output_values[position]};"
+            for position in loop.outputs
         ]
 
     def _load_element(self, name: str, k: int) -> str:
         pair = f"{name}_pair"
-        if name in self._in_pairs:
+        if name in self._in_16_bits:
             return self._assign(name, (LOAD_EVEN, LOAD_ODD)[k][self._spec.tensors[name]].format(pair))
-        if name in self._in_bytes:
+        if name in self._in_8_bits:
             return self._assign(name, (_LOAD_CODES if name in self._spec.scales else _LOAD_BYTES)[k].format(pair))
         return self._load(name, f"block + 2 * j + {k}")
 
@@ -251,7 +252,7 @@ class _BlockRenderer:
         return self._assign(name, LOAD[self._spec.tensors[name]].format(f"{name}_ptr[{place}]"))
 
     def _store_scale(self, position: int) -> str:
-        name, result = self._names[position], self._results[position]
+        name, result = self._output_names[position], self._output_values[position]
         return f"{name}_ptr[block / {BLOCK}] = {STORE[self._spec.tensors[name]].format(result)};"
 
     def _statements(self, nodes: Iterable[fx.Node]) -> list[str]:

@@ -88,12 +88,13 @@ class TritonStep(BackendStep):
 
     def _compile(self) -> None:
         """Compile and load every kernel of a step: once one of them has changed weights, the others must not fail."""
+        # The dtypes of the kernels' tables: `warmup` takes them in place of tensors.
         chunks = segments = pointers = counts = torch.int64
         scalars, enabled, sums = torch.float32, torch.int32, torch.float64
-        step = (chunks, segments, pointers, scalars, counts, enabled)
+        step_tables = (chunks, segments, pointers, scalars, counts, enabled)
         kernels: list[tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = [
-            (self.ragged_kernel, step, self._options.step_ragged),
-            (self.step_kernel, step, self._options.step),
+            (self.ragged_kernel, step_tables, self._options.step_ragged),
+            (self.step_kernel, step_tables, self._options.step),
         ]
         if self._tensor_sum_kernel is not None:
             sum_tables = (chunks, segments, pointers, scalars, sums)
@@ -103,7 +104,7 @@ class TritonStep(BackendStep):
         try:
             with _on(self.fused_group.device):
                 for kernel, tables, options in kernels:
-                    compiled = kernel.warmup(*tables, grid=(1,), **options)  # takes dtypes in place of tables
+                    compiled = kernel.warmup(*tables, grid=(1,), **options)
                     _ = compiled and compiled.run  # loads the machine code; the interpreter has none
         except Exception as error:
             raise TritonError(

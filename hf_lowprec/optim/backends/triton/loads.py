@@ -19,8 +19,8 @@ RAGGED_COLUMNS = ("entry_index", "segment", "start", "end")
 def number_elements(spec: KernelSpec) -> list[str]:
     """Statements that number the elements that a program handles at once.
 
-    With scales they are a matrix whose rows are blocks, and scales are a column of it: a scale is computed, loaded and
-    stored once for all of a thread's elements.
+    If the spec has tensors with one element per block, which are scales, `lanes` is a matrix with a row per block, and
+    `blocks` is the column that numbers its rows. So a scale is computed, loaded and stored once per block.
     """
     if not spec.per_block_tensors:
         return ["lanes = tl.arange(0, BLOCK)"]
