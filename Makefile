@@ -1,7 +1,7 @@
 # hf_lowprec: `make` lists the targets. Needs Python 3.10 or newer and no C compiler.
 PYTHON  ?= python3
-# Of pytest: two more than CI has cores, since many tests wait for processes that they have started.
-WORKERS ?= 4
+# Of pytest: one more than CI has cores, since many tests wait for processes that they have started.
+WORKERS ?= 3
 ARGS    ?=
 PINS    ?= -c constraints.txt
 

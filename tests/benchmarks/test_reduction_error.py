@@ -49,6 +49,7 @@ def test_growth_is_the_exponent():
     assert growth({2: {"relative": 0.0}, 4: {"relative": 1e-9}}) is None
 
 
+@pytest.mark.every_case
 @pytest.mark.distributed
 def test_the_table_has_real_and_simulated_rows_that_agree(tmp_path):
     output = tmp_path / "result.json"

@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("format", "ranks", "kind", "rounding"),
     [
-        ("dcp", 2, "fsdp2", "kahan"),
+        pytest.param("dcp", 2, "fsdp2", "kahan", marks=pytest.mark.every_case),
         pytest.param("dcp", 1, "ddp", "kahan", marks=pytest.mark.every_case),
         ("dcp", 2, "fsdp2", "split"),
         ("full", 2, "fsdp2", "kahan"),

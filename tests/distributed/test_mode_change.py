@@ -41,7 +41,7 @@ SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
     [
         ("sr", "kahan", SHARDED),
         pytest.param("kahan", "sr", SHARDED, marks=pytest.mark.every_case),
-        ("kahan", "sr", FULL),
+        pytest.param("kahan", "sr", FULL, marks=pytest.mark.every_case),
         pytest.param("sr", "kahan", FULL, marks=pytest.mark.every_case),
     ],
 )

@@ -225,7 +225,7 @@ def test_optimizer_state_that_cannot_be_read_is_a_note(tmp_path):
     (facts,), _, findings = inspect(tmp_path)
     assert findings == [] and facts.states == []
     assert re.search(
-        "optimizer.pt cannot be read: it names .*open_checkpoint.*only the weights are inspected", facts.notes[0]
+        "optimizer.pt cannot be read: it names .*open_checkpoint.*only the weights are inspected", facts.unread[0]
     )
 
 

@@ -51,6 +51,7 @@ for backend in ("eager", "native"):
 """
 
 
+@pytest.mark.every_case
 def test_a_new_file_gets_names_modes_and_backends(tmp_path):
     package = Path(hf_lowprec.__file__).parent
     copy = shutil.copytree(package, tmp_path / "hf_lowprec")

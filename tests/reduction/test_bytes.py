@@ -23,6 +23,7 @@ def namespace() -> tuple[str, ...]:
     pytest.skip("no network namespace can be made here (needs Linux, unshare, ip, and the right to do so)")
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_gradients_travel_in_as_many_bytes_as_a_native_reduction_of_bf16():

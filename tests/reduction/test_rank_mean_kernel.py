@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's tools are for Linux")
 def test_the_kernel_compiles_for_sm_90():

@@ -80,6 +80,7 @@ def test_delayed_clipping_takes_trainers_norm_and_logs_the_steps_own(tmp_path):
     assert not torch.equal(clipped.model.lm_head.weight, never.model.lm_head.weight)
 
 
+@pytest.mark.every_case
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     """The norm of the step before is in the checkpoint: `clip=delayed` clips the first step after it as well."""
     settings = {
