@@ -15,19 +15,19 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import arguments, validation
+from hf_lowprec.optim import arguments, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.release import GradientRelease
+from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
-from hf_lowprec.optim.step import interrupts, parameter_numbers
+from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views
 from hf_lowprec.optim.step.fingerprint import params_of, warn_about_changed_dtypes
-from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.optim.step import parameter_numbers
+from hf_lowprec.optim import SGD, AdamW, parameter_numbers
 from tests.support.training.tiny_trainer import arguments
 
 OPTIONS = [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"backend": "eager", "seed": 5, "lr": torch.tensor(1e-2)}]

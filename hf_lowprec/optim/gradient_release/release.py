@@ -30,10 +30,10 @@ from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_release.buckets import GradientBucket, bucket_key
 from hf_lowprec.optim.gradient_release.delayed_clipping import DelayedClipping
 from hf_lowprec.optim.gradient_release.hooks import GradientHooks
+from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.step import interrupts
-from hf_lowprec.optim.step.graph_capture import is_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
 
 ALTERNATIVES = (

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.private_torch_apis import local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import local_shard, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.graph_capture import is_capturing
 
 CHUNK = 1 << 16
 """Elements that are converted to FP64 at a time; they stay in a core's cache."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_lowprec.optim.backends.triton.chunks import Chunks, alignment, divide
 from hf_lowprec.optim.cached_property import cached_property
+from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.graph_capture import is_capturing
 
 _RESERVE = 4
 """The number of pinned tables that are kept ready: each capture that needs pointers uses one."""
