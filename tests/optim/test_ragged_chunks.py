@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, Muon
+from hf_lowprec.optim import AdamW, Muon, graph_capture
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.optim.backends.triton import tables as triton_tables
 from hf_lowprec.optim.backends.triton.chunks import BOUNDARY, alignment, divide
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.step import graph_capture
 from tests.support.triton_available import InPlaceOfAKernel, quiet_interpreter, require_triton
 
 require_triton()
