@@ -22,6 +22,7 @@ from hf_lowprec.monitor.training_findings import ENOUGH_MEASUREMENTS, Evidence, 
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_release_of
+from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
@@ -206,7 +207,7 @@ class PrecisionMonitor:
             return
         if self._running is not None:
             self._blocks.add_all(self._running)
-        elif self.steps == 0 and not has_closure and not _is_capturing():
+        elif self.steps == 0 and not has_closure and not is_capturing():
             self._blocks.record_beginning()
 
     def _run_before_bucket(self, plan: StepPlan) -> None:
@@ -233,7 +234,7 @@ class PrecisionMonitor:
         if self._finished is not None:  # what adds up over measurements needs each of them
             self._evaluate(self._finished)
         self._finished, self._last = None, None
-        if has_closure or _is_capturing():
+        if has_closure or is_capturing():
             return
         if not self._watched.is_current():
             self._watch_parameters()
@@ -288,7 +289,3 @@ def _methods_of_a_step(cls: type[torch.optim.Optimizer]) -> int:
     """How many methods a step may consist of, each of which runs the hooks: `step` may call that of a parent class."""
     methods = {inspect.unwrap(vars(base)["step"]) for base in cls.__mro__ if "step" in vars(base)}
     return len(methods - {torch.optim.Optimizer.step})
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
