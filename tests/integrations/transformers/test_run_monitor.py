@@ -94,7 +94,7 @@ def test_a_second_error_is_not_warned_of(tmp_path, monkeypatch, caplog):
     plant(monkeypatch, "findings")
     plant(monkeypatch, "_after_step")
     param.grad = torch.ones_like(param)
-    monitor.evaluate()
+    monitor.evaluate_and_warn()
     optimizer.step()
     assert len(warnings(caplog)) == 1
 
