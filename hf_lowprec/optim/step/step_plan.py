@@ -56,9 +56,9 @@ class ContiguousCopy:
 class StepPlan:
     """The fused groups of an optimizer's steps, while the same parameters have gradients of the same kind.
 
-    Building it creates missing states. If a group was given another rounding mode, it also rounds what the former mode
-    kept beside the weights into them, see `mode_change.py`. As a context manager, it releases what belongs to a single
-    step at the end of the block.
+    Building it creates missing states. If a group was given another rounding mode, it also converts weights and low
+    bits to that mode, see `mode_change.py`. As a context manager, it releases what belongs to one step when its block
+    ends.
 
     Attributes:
         fused_groups: the parameters, in groups that are stepped together. Groups of orthogonalized matrices come first,

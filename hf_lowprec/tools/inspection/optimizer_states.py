@@ -189,14 +189,14 @@ class ParameterState:
 
     @cached_property
     def has_gradients(self) -> bool:
-        """Whether any gradient has reached it: its moments are not all zero."""
+        """True if the parameter has had a gradient that was not zero, as its moments show."""
         names = [name for name in self.infos if name not in COMPENSATIONS]
         moment = SECOND_MOMENT if SECOND_MOMENT in names else next(iter(names), None)
         return moment is not None and any_nonzero(self.read(moment))
 
     @cached_property
     def compensation(self) -> bool:
-        """Whether it has a compensation that is not zero everywhere."""
+        """True if the parameter has a compensation with an element that is not zero."""
         name = next((name for name in COMPENSATIONS if name in self.infos), None)
         return name is not None and any_nonzero(self.read(name))
 
