@@ -7,7 +7,7 @@ PINS    ?= -c constraints.txt
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
-CODE  := hf_lowprec hf_lowprec_cli.py tests $(wildcard examples benchmarks tools docs)
+CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv drawings demo test test-all test-fast test-gpu mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean

@@ -1,6 +1,6 @@
 """Measure the time of `import hf_lowprec` and of the command line's help.
 
-Each round starts new interpreters. One imports torch, transformers, Trainer and hf_lowprec, in this order, and times
+Each round starts new interpreters. One imports torch, hf_lowprec, its optimizers and Trainer, in this order, and times
 each; the others run `hf-lowprec --help` and import what it needs at least. Processor time is that of all threads, user
 and system.
 
@@ -21,8 +21,8 @@ from typing import Any
 
 from recorded_run import recorded_run
 
-IMPORTS = ("import torch", "import transformers", "from transformers import Trainer", "import hf_lowprec")
-"""The imports of a script that uses hf_lowprec; each needs those before it."""
+IMPORTS = ("import torch", "import hf_lowprec", "hf_lowprec.AdamW", "from transformers import Trainer")
+"""What a script does that uses hf_lowprec, in this order; the last wraps Trainer, too."""
 IN_ORDER = """
 import json, sys, time
 times = {}
@@ -34,7 +34,7 @@ print(json.dumps(times))
 """
 COMMANDS = {
     "import typer, rich": "import typer, rich",
-    "hf-lowprec --help": "import sys, hf_lowprec_cli; sys.argv = ['hf-lowprec', '--help']; hf_lowprec_cli.main()",
+    "hf-lowprec --help": "import sys; sys.argv = ['', '--help']; from hf_lowprec.__main__ import main; main()",
 }
 Times = dict[str, tuple[float, float]]
 

@@ -1,15 +1,18 @@
 """Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_kahan")`.
 
-Importing the package adds its optimizer names to transformers and wraps the methods of `Trainer` that act on them. All
-other names are imported on first use.
+Importing the package imports neither torch nor transformers. Its optimizer names are added when transformers is
+imported, and the methods of `Trainer` that act on them are wrapped then. All other names are imported on first use.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
-from importlib import import_module, metadata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hf_lowprec.import_hook import when_imported
 
 if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.casting import CastReport, cast_model, return_float32
@@ -24,10 +27,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.optim.state.low_bits import drop_low_bits, fp32_state_dict, keep_low_bits
     from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
 
-try:
-    __version__ = metadata.version("hf-lowprec")
-except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
-    __version__ = "0+source"
+    __version__: str
 
 _DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
@@ -78,9 +78,14 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _DEFINED_IN:
-            return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
-        if name in _algorithms():
-            return _algorithms()[name]
+            with _explained_import_errors(name):
+                return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
+        if name == "__version__":
+            return _version()
+        if not name.startswith("__"):
+            algorithms = import_module("hf_lowprec.optim").ALGORITHMS
+            if name in algorithms:
+                return algorithms[name]
         raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
 
 
@@ -88,16 +93,28 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _algorithms() -> dict[str, Any]:
-    """The optimizer classes by name."""
-    return import_module("hf_lowprec.optim").ALGORITHMS
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("hf-lowprec")
+    except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+        return "0+source"
 
 
 def register() -> None:
-    """Add the names of `OPTIMIZER_NAMES` to transformers. Runs on import; calling it again has no effect."""
-    from hf_lowprec.integrations.transformers.trainer import register as register_with_trainer
+    """Add the names of `OPTIMIZER_NAMES` to transformers now, and what they need to Trainer.
 
-    register_with_trainer(unpickle_optimizer_name)
+    There is rarely a reason to call it. Importing this package arranges that both happen as soon as transformers'
+    modules are imported. Calling it again has no effect.
+
+    Raises:
+        ImportError: transformers or accelerate is not installed.
+        RuntimeError: this version of transformers is too old.
+    """
+    with _explained_import_errors("register()"):
+        _add_optimizer_names()
+        _wrap_trainer()
 
 
 def unpickle_optimizer_name(name: str) -> Any:
@@ -109,33 +126,71 @@ def unpickle_optimizer_name(name: str) -> Any:
     Raises:
         ValueError: this version has no optimizer of that name.
     """
-    from hf_lowprec.integrations.private_apis import optimizer_member
+    from hf_lowprec.integrations.transformers.optim_names import optimizer_member
 
     try:
         return optimizer_member(name)
     except ValueError:
         raise ValueError(
-            f"optim={name!r} is not known to hf_lowprec {__version__}; install the version that it was saved with"
+            f"optim={name!r} is not known to hf_lowprec {_version()}; install the version that it was saved with"
         ) from None
 
 
-def register_or_warn() -> None:
-    """`register`, with a warning if this version of transformers cannot have the names: everything else works."""
+def _add_optimizer_names() -> None:
+    from hf_lowprec.integrations.transformers.optim_names import add_optimizer_names
+
+    add_optimizer_names(unpickle_optimizer_name)
+
+
+def _wrap_trainer() -> None:
+    from hf_lowprec.integrations.transformers.optim_names import check_version
+
+    check_version()
+    from hf_lowprec.integrations.transformers.trainer import wrap_trainer
+
+    wrap_trainer()
+
+
+def _add_checks() -> None:
+    from hf_lowprec.integrations.live_models import add_checks
+
+    add_checks()
+
+
+@contextmanager
+def _explained_import_errors(name: str) -> Iterator[None]:
+    """Add to an ImportError inside what to install for `name`."""
     try:
-        register()
-    except RuntimeError as error:
-        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+        yield
+    except ImportError as error:
+        library = (error.name or "").partition(".")[0]
+        if library in ("", "hf_lowprec"):
+            raise
+        raise ImportError(
+            f"hf_lowprec.{name} needs {library}, which is missing or too old ({error}); to install everything that "
+            "Trainer and Accelerate need: pip install 'hf-lowprec[trainer]'",
+            name=error.name,
+        ) from error
 
 
-def _runs_command_line() -> bool:
-    """Return whether this process runs `hf-lowprec` or `python -m hf_lowprec`, whose commands register the names."""
-    if getattr(sys.modules.get("hf_lowprec_cli"), "running", False):
-        return True
-    # While Python looks for the module to run, `sys.argv` is `["-m", *arguments]`, and the module's name precedes the
-    # arguments in `sys.orig_argv`.
-    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "hf_lowprec"
+def _unless_too_old(add: Callable[[], None]) -> Callable[[], None]:
+    """`add`, for an import of transformers by the user, which must succeed in any case.
+
+    With a version that is too old, nothing is added: the error about an unknown `optim=` says so, and everything else
+    works.
+    """
+
+    def add_or_warn() -> None:
+        try:
+            add()
+        except RuntimeError:
+            pass
+        except Exception as error:
+            warnings.warn(f"hf_lowprec cannot be used with Trainer: {error!r}", RuntimeWarning, stacklevel=2)
+
+    return add_or_warn
 
 
-if not _runs_command_line():
-    register_or_warn()
-    __all__.extend(name for name in _algorithms() if name not in __all__)  # those of added files
+when_imported("hf_lowprec.optim", _add_checks)
+when_imported("transformers.training_args", _unless_too_old(_add_optimizer_names))
+when_imported("transformers.trainer", _unless_too_old(_wrap_trainer))

@@ -1,6 +1,20 @@
-"""`python -m hf_lowprec` is the command line."""
+"""The command line: `python -m hf_lowprec`, and the console script `hf-lowprec`."""
 
-from hf_lowprec.tools.cli import main
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from hf_lowprec.tools.cli import main as run_command_line
+    except ImportError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"hf-lowprec: the command line needs {error.name}; pip install 'hf-lowprec[cli]'")
+    run_command_line()
+
 
 if __name__ == "__main__":
     main()

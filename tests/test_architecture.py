@@ -2,7 +2,7 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding, metrics_file, once, tensor_names | itself |
+| L0 | rounding, import_hook, metrics_file, once, tensor_names | itself |
 | L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | tools, one unit per folder | itself, L0 to L2, and the tools of `TOOLS` |
@@ -36,6 +36,7 @@ SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 CORE = {"rounding", "metrics_file", "once", "tensor_names", "optim", "casting", "reduction", "monitor", "integrations"}
 MAY_IMPORT = {
+    "import_hook": {"import_hook"},
     "once": {"once"},
     "metrics_file": {"metrics_file"},
     "tensor_names": {"tensor_names"},

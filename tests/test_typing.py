@@ -113,7 +113,7 @@ def test_the_values_of_a_literal_are_those_that_are_accepted(
 def test_an_editable_install_is_a_path_that_type_checkers_can_follow(tmp_path: Path) -> None:
     """setuptools chooses between a path and an import hook by the package's layout."""
     pytest.importorskip("setuptools", minversion="77")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "hf_lowprec_cli.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "hf_lowprec", tmp_path / "hf_lowprec", ignore=shutil.ignore_patterns("__pycache__"))
     code = "from setuptools.build_meta import build_editable; build_editable('wheel')"

@@ -19,14 +19,14 @@ def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
         setattr(owner, name, WrappedMethod(owner, name, wrapper))
         return
     replaced = inspect.getattr_static(owner, name)
-    is_classmethod = isinstance(replaced, classmethod)
-    original: Callable = replaced.__func__ if is_classmethod else replaced
+    kind = type(replaced) if isinstance(replaced, classmethod | staticmethod) else None
+    original: Callable = replaced.__func__ if kind else replaced
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, classmethod(call) if is_classmethod else call)
+    setattr(owner, name, kind(call) if kind else call)
 
 
 @contextlib.contextmanager

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,21 +123,19 @@ def precision_values(sums: Tensor) -> list[dict[str, float]]:
     return [{name: value for name, value in zip(values, row, strict=True) if math.isfinite(value)} for row in rows]
 
 
-def precision_columns(sums: Tensor) -> dict[str, Any]:
-    """The same numbers by name, each a NumPy array of shape (rows); NaN or infinite where a number does not apply."""
-    table = sums.numpy()  # whose operations on a few numbers take a tenth of the time of torch's
-    column = {name: table[:, k] for name, k in COLUMN.items()}
-    values: dict[str, Any] = {}
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        for name, prefix in LOST_SHARES.items():
-            square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
-            values[name] = 1 - product / square
-            values[f"{name}_error"] = np.sqrt(np.maximum(seen, unbiased)) / np.abs(square)
-        known = np.where(column["stepped"] > 0, np.nan, column["update_square"])
-        values["update_to_weight"] = np.sqrt(known / column["weight_square"])
-        values["never_moved"] = column["never_moved"] / column["elements"]
-        values["compensation_ulps"] = np.sqrt(column["compensation_square"] / column["compensated"])
-        values["changed"] = column["changed"] / column["stepped"]
+def precision_columns(sums: Tensor) -> dict[str, Tensor]:
+    """The same numbers by name, each FP64 of shape (rows); NaN or infinite where a number does not apply."""
+    column = {name: sums[:, k] for name, k in COLUMN.items()}
+    values: dict[str, Tensor] = {}
+    for name, prefix in LOST_SHARES.items():
+        square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
+        values[name] = 1 - product / square
+        values[f"{name}_error"] = torch.maximum(seen, unbiased).sqrt() / square.abs()
+    known = torch.where(column["stepped"] > 0, math.nan, column["update_square"])
+    values["update_to_weight"] = torch.sqrt(known / column["weight_square"])
+    values["never_moved"] = column["never_moved"] / column["elements"]
+    values["compensation_ulps"] = torch.sqrt(column["compensation_square"] / column["compensated"])
+    values["changed"] = column["changed"] / column["stepped"]
     return values
 
 
@@ -213,12 +209,12 @@ class StepPrecision:
     def worst(self, name: str, count: int) -> list[tuple[str, float]]:
         """The tensors with the largest values of a number, such as `lost_updates`, largest first."""
         column = self._columns[name]
-        known = np.flatnonzero(np.isfinite(column))
-        order = known[np.argsort(-column[known], kind="stable")[:count]]
+        known = column.isfinite().nonzero().flatten()
+        order = known[column[known].argsort(descending=True, stable=True)[:count]]
         return [(self.names[row], float(column[row])) for row in order.tolist()]
 
     @cached_property
-    def _columns(self) -> dict[str, Any]:
+    def _columns(self) -> dict[str, Tensor]:
         """Every number of all tensors."""
         return precision_columns(self.sums)
 

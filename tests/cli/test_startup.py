@@ -1,7 +1,4 @@
-"""Help, the version and wrong arguments of the command line import neither torch nor transformers.
-
-Whatever imports `hf_lowprec` otherwise registers the optimizer names; only the command line registers them later.
-"""
+"""Help, the version and wrong arguments of the command line import neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -37,11 +34,11 @@ sys.meta_path.insert(0, Blocker())
 
 CONSOLE_SCRIPT = """
 import json, sys
-import hf_lowprec_cli
+from hf_lowprec.__main__ import main
 for words in json.loads(sys.argv[1]):
     sys.argv = ["hf-lowprec", *words]
     try:
-        hf_lowprec_cli.main()
+        main()
     except SystemExit as ending:
         print("ended with", ending.code or 0, flush=True)
 """
@@ -95,41 +92,6 @@ def test_python_m_is_the_same_command(without_torch: Path) -> None:
     assert "--gpu-memory" in start(without_torch, "-m", "hf_lowprec", "estimate", "--help")
 
 
-def test_any_other_import_needs_transformers(without_torch: Path) -> None:
-    """The blocker shows that the names are registered, without waiting for it."""
-    package = without_torch / "user_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("import hf_lowprec")
-    (package / "__main__.py").touch()
-    for words in (
-        ["-c", "import hf_lowprec"],
-        ["-c", "import hf_lowprec_cli, hf_lowprec"],  # as in the processes that a command spawns
-        ["-m", "user_package", "-m", "hf_lowprec"],
-    ):
-        assert "is imported" in start(without_torch, *words, fails=True), words
-
-
-@pytest.mark.parametrize(
-    ("arguments", "original", "expected"),
-    [
-        (["-m", "doctor"], ["python", "-m", "hf_lowprec", "doctor"], True),
-        (["-m"], ["python", "-u", "-X", "dev", "-m", "hf_lowprec"], True),
-        (["-m", "run", "-m", "hf_lowprec"], ["python", "-m", "hf_lowprec", "run", "-m", "hf_lowprec"], True),
-        (["-m", "-m", "hf_lowprec"], ["python", "-m", "other", "-m", "hf_lowprec"], False),
-        (["-m", "hf_lowprec"], ["python", "-m", "other", "hf_lowprec"], False),
-        (["-c", "-m", "hf_lowprec"], ["python", "-c", "import hf_lowprec", "-m", "hf_lowprec"], False),
-        (["train.py"], ["python", "train.py"], False),
-        ([], ["program"], False),
-    ],
-)
-def test_what_counts_as_the_command_line(
-    arguments: list[str], original: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(sys, "orig_argv", original)
-    assert hf_lowprec._runs_command_line() is expected
-
-
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "hf_lowprec" / "tools" / "cli").glob("*.py")), ids=lambda path: path.name
 )
@@ -142,16 +104,6 @@ def test_files_of_commands_import_only_typer_at_their_top(path: Path) -> None:
             found.append(str(node.module))
     others = {name for name in found if name.partition(".")[0] not in ALLOWED}
     assert {name for name in others if not name.startswith("hf_lowprec.tools.cli")} == set()
-
-
-def test_names_are_registered_when_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(hf_lowprec, "register_or_warn", lambda: calls.append("registered"))
-    for words in (["export", "--help"], ["export", "checkpoint"], ["--version"]):
-        CliRunner().invoke(app, words)
-        assert calls == []
-    CliRunner().invoke(app, ["export", "no checkpoint", "out"])
-    assert calls == ["registered"]
 
 
 WORKER = """
@@ -174,6 +126,6 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_script_and_the_processes_that_it_spawns_have_the_names(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WORKER)
-    code = "import sys, hf_lowprec_cli; sys.argv[1:] = ['run', 'script.py']; hf_lowprec_cli.main()"
+    code = "import sys; from hf_lowprec.__main__ import main; sys.argv[1:] = ['run', 'script.py']; main()"
     (tmp_path / "hf-lowprec").write_text(f"if __name__ == '__main__':\n    {code}")
     assert start(tmp_path, "hf-lowprec").splitlines()[-1] == "adamw_bf16_kahan lion_bf16_sr"

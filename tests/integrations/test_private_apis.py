@@ -1,8 +1,9 @@
-"""The private names of transformers that `integrations/private_apis.py` relies on; each failure says what went away."""
+"""The private names that the `private_apis.py` of both libraries rely on; each failure says what went away."""
 
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,26 +24,27 @@ from transformers import (
     TrainerCallback,
     TrainerState,
     TrainingArguments,
-    trainer_optimizer,
 )
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
-from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate import private_apis as accelerate_apis
+from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
+from hf_lowprec.integrations.transformers.optim_names import add_optimizer_names
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
-WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/private_apis.py"
+WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/transformers/private_apis.py"
 
 
-def test_the_dispatch_table_is_where_it_was():
-    assert hasattr(trainer_optimizer, "_OPTIMIZER_HANDLERS"), f"trainer_optimizer._OPTIMIZER_HANDLERS is gone {WHERE}"
-    assert OptimizerNames.ADAMW_TORCH in trainer_optimizer._OPTIMIZER_HANDLERS, f"its keys have changed {WHERE}"
+def test_trainer_asks_for_an_optimizer_class_where_we_answer():
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="out", optim="adamw_bf16_kahan"))
-    assert cls is hf_lowprec.AdamW, f"Trainer no longer asks the dispatch table {WHERE}"
+    assert cls is hf_lowprec.AdamW
     assert kwargs["lr"] == 5e-5
+    cls, _ = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="out", optim="adamw_torch"))
+    assert cls is torch.optim.AdamW
 
 
 def test_the_enum_takes_members():
@@ -62,15 +64,9 @@ def test_the_enum_takes_members():
     ],
 )
 def test_an_unknown_name_is_answered_with_the_closest_one(name, end):
-    private_apis.add_optimizer_names([], lambda context: (None, {}), str)  # once more, which changes nothing
+    add_optimizer_names(str)  # once more, which changes nothing
     with pytest.raises(ValueError, match=rf"^{name} is not a valid OptimizerNames, please .*\]{end}$"):
         TrainingArguments(optim=name)
-
-
-def test_a_private_name_that_went_away_is_said_with_a_way_out(monkeypatch):
-    monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
-    with pytest.raises(RuntimeError, match=rf"{transformers.__version__}.*_OPTIMIZER_HANDLERS.*optimizer_factory"):
-        private_apis.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
 
 
 def test_an_epoch_is_trained_where_we_look(tmp_path, monkeypatch):
@@ -172,21 +168,21 @@ def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
     """DDP would not wrap it: `tests/distributed` shows it with ranks."""
     model = torch.nn.Linear(2, 2)
     accelerator = Accelerator(cpu=True)
-    with private_apis.prepared_again_later(model):
+    with accelerate_apis.prepared_again_later(model):
         accelerator.prepare_model(model, evaluation_mode=True)
-        assert getattr(model, private_apis._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
-    assert not hasattr(model, private_apis._PREPARED)
+        assert getattr(model, accelerate_apis._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
+    assert not hasattr(model, accelerate_apis._PREPARED)
     accelerator.prepare_model(model)
-    with private_apis.prepared_again_later(model):
+    with accelerate_apis.prepared_again_later(model):
         accelerator.prepare_model(model, evaluation_mode=True)
-    assert getattr(model, private_apis._PREPARED), "what is prepared for training stays so"
+    assert getattr(model, accelerate_apis._PREPARED), "what is prepared for training stays so"
 
 
 def test_autocast_of_an_accelerator_is_seen():
     for precision in ("no", "bf16"):
         model = Accelerator(cpu=True, mixed_precision=precision).prepare(torch.nn.Linear(2, 2))
-        assert private_apis.runs_under_autocast(model) == (precision == "bf16"), (
-            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/integrations/private_apis.py"
+        assert accelerate_apis.runs_under_autocast(model) == (precision == "bf16"), (
+            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/integrations/accelerate/private_apis.py"
         )
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -196,15 +192,15 @@ def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
     model = torch.nn.Linear(2, 2)
     compiled = torch.compile(model)
     assert compiled._orig_mod is model, f"torch.compile keeps its model elsewhere in torch {torch.__version__}"
-    assert not private_apis.is_sharded_model(model)
-    assert not private_apis.is_sharded_model(compiled)
+    assert not accelerate_apis.is_sharded_model(model)
+    assert not accelerate_apis.is_sharded_model(compiled)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     finally:
         dist.destroy_process_group()
-    assert private_apis.is_sharded_model(model)
-    assert private_apis.is_sharded_model(compiled)
+    assert accelerate_apis.is_sharded_model(model)
+    assert accelerate_apis.is_sharded_model(compiled)
 
 
 def test_checkpoints_are_read_by_one_method():
@@ -241,10 +237,37 @@ def test_other_optimizers_are_untouched(tmp_path):
     assert ours.splitlines()[-1] == plain
 
 
-def test_importing_survives_a_private_name_that_went_away(monkeypatch):
-    monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
-    with pytest.warns(RuntimeWarning, match="optimizer_factory"):
-        hf_lowprec.register_or_warn()  # which importing calls
+OLD_TRANSFORMERS = """
+import warnings
+from importlib import metadata
+import transformers
+installed = metadata.version
+metadata.version = lambda name: "4.57.6" if name == "transformers" else installed(name)
+warnings.simplefilter("error", RuntimeWarning)
+import hf_lowprec, torch
+from transformers import Trainer, TrainingArguments
+print(Trainer.__init__.__module__)
+weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+weight.grad = torch.ones_like(weight)
+hf_lowprec.AdamW([weight], lr=1e-3, rounding="split").step()
+for use in (lambda: TrainingArguments("out", optim="adamw_bf16_split"), hf_lowprec.register):
+    try:
+        use()
+    except (ValueError, RuntimeError) as error:
+        print(error)
+"""
+
+
+def test_a_transformers_that_is_too_old_for_trainer_is_named_when_it_is_needed_and_not_before():
+    result = subprocess.run(
+        [sys.executable, "-c", OLD_TRANSFORMERS], check=False, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, *errors = result.stdout.splitlines()
+    assert first == "transformers.trainer"
+    assert len(errors) == 2
+    for error in errors:
+        assert re.search(r"need transformers>=[\d.]+, and this is 4\.57\.6; .*hf_lowprec\.AdamW", error)
 
 
 def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):

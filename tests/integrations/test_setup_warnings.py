@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers import setup_warnings
+from hf_lowprec.integrations.live_models import setup_warnings
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 

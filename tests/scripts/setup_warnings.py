@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers import setup_warnings
+from hf_lowprec.integrations.live_models import setup_warnings
 from hf_lowprec.reduction import reduce_in_fp32, reduce_scatter_in_fp32
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave

@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
-from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
-from hf_lowprec.integrations.live_modules import live_modules
+from hf_lowprec.integrations.live_models.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.reduction.compare_replicas import (

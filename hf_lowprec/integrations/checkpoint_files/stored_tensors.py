@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside
+from hf_lowprec.integrations.checkpoint_files.json_files import path_inside
 
 
 class UnreadableError(InputError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_lowprec.integrations.checkpoint_files.json_files import path_inside, read_json
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
     ShardedFolder,
     StoredTensors,
@@ -12,7 +13,6 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
     load_mapped,
     open_safetensors,
 )
-from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside, read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _SHARDED_WEIGHTS = "pytorch_model_fsdp_0"

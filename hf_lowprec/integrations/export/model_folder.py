@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.adapters import has_adapters, is_peft
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
+from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.manifest import replace_file
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
 from hf_lowprec.rounding import dtype_name
@@ -93,16 +94,11 @@ def write_model_folder(
     with _copied_config(model), recorded:
         if is_peft(model):
             _write_adapters(model, tensors, folder, state_dict, recorded)
-        elif private_apis.has_adapters(model):
+        elif has_adapters(model):
             names = _sources(model.get_adapter_state_dict(state_dict=state_dict), recorded)  # type: ignore[operator]
             model.save_pretrained(folder, state_dict=state_dict | {name: tensors[name].value() for name in names})  # type: ignore[operator]
         else:
             _write_model(model, tensors, folder, dtype, state_dict, recorded, max_shard_size)
-
-
-def is_peft(model: nn.Module) -> bool:
-    """Return whether `model` is a PEFT model, whose folders hold its adapters."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _write_model(

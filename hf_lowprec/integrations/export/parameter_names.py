@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,12 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.export.model_folder import is_peft
+from hf_lowprec.integrations.adapters import has_adapters, is_peft
+from hf_lowprec.integrations.checkpoint_files.json_files import path_inside, read_json
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
-from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside, read_json
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
@@ -65,20 +64,20 @@ def write_parameter_names(folder: Path, model: nn.Module, optimizers: Iterable[A
     (folder / PARAMETERS_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def write_model_description(folder: Path, model: nn.Module, processing_class: Any = None) -> None:
+def write_model_description(folder: Path, model: Any, processing_class: Any = None) -> None:
     """Write what a model folder has besides weights: configurations and the tokenizer or processor."""
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     if is_peft(model):
-        base = type(model.get_base_model())  # type: ignore[operator]
+        base = type(model.get_base_model())
         base_class = {"base_model_class": base.__name__.removeprefix("FSDP"), "parent_library": base.__module__}
-        for adapter, peft_config in model.peft_config.items():  # type: ignore[union-attr, operator]
+        for adapter, peft_config in model.peft_config.items():
             saved = copy.deepcopy(peft_config)
             saved.inference_mode = True  # as PEFT saves it, like the class
             saved.save_pretrained(
                 folder if adapter == "default" else folder / adapter,
                 auto_mapping_dict=base_class if saved.task_type is None else None,
             )
-    elif isinstance(model, PreTrainedModel):
+    elif _is_pretrained(model):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.dtype = dtype_name(model.dtype)
@@ -89,17 +88,22 @@ def write_model_description(folder: Path, model: nn.Module, processing_class: An
         processing_class.save_pretrained(folder)
 
 
+def _is_pretrained(model: nn.Module) -> bool:
+    """Return whether `model` is one of transformers', which this process may not have imported, or not have at all."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
 def _adapters(model: Any) -> dict[str, dict[str, str]]:
     """`ParameterNames.adapters` of `model`."""
-    peft = is_peft(model)
-    if not peft and not private_apis.has_adapters(model):
+    if not has_adapters(model):
         return {}
     from peft import get_peft_model_state_dict
 
     recorded = RecordedOperations()
     tensors = model.state_dict()
     state_dict = {name: recorded.add_source(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    prefix = "" if peft else "base_model.model."
+    prefix = "" if is_peft(model) else "base_model.model."
     sharded = any(is_sharded(param) for param in model.parameters())
     adapters: dict[str, dict[str, str]] = {}
     for adapter, config in model.peft_config.items():

@@ -14,11 +14,11 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_lowprec.integrations.adapters import is_peft
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
     ExportDtype,
     PendingTensor,
-    is_peft,
     parse_dtype,
     saved_dtype,
     write_model_folder,

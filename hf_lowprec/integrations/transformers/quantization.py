@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.quantized import holds_quantized_weights, is_quantized
-from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.adapters import has_adapters
 
 _RECIPES = {
     "torchao.float8": "FP8 training (convert_to_float8_training)",
@@ -49,7 +49,7 @@ def check_quantized_weights_are_frozen(model: nn.Module) -> None:
             kind = f"{type(param.data).__name__} of {param.dtype}"
             raise ValueError(f"{name} is quantized ({kind}) and requires a gradient: {_ADAPTERS}")
     config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if _has_adapters(model):
+    if has_adapters(model):
         return
     if getattr(model, "is_quantized", False):
         aware = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
@@ -72,7 +72,7 @@ def check_trainable(model: nn.Module) -> None:
         return
     way_out = (
         "to continue training saved adapters, load them with PeftModel.from_pretrained(…, is_trainable=True)"
-        if _has_adapters(model)
+        if has_adapters(model)
         else "to train all weights, as after merge_and_unload(), call model.requires_grad_(True)"
     )
     raise ValueError(f"no parameter of the model requires a gradient, so nothing would be trained; {way_out}")
@@ -87,10 +87,6 @@ def quantization_notes(model: nn.Module) -> list[str]:
         f"{len(in_fp32)} quantized modules multiply in float32; bnb_4bit_compute_dtype=torch.bfloat16 in "
         "BitsAndBytesConfig would be faster"
     ]
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return bool(getattr(model, "peft_config", None)) or private_apis.has_adapters(model)
 
 
 def _defining_modules(model: nn.Module) -> Iterator[tuple[str, str]]:

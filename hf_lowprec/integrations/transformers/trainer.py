@@ -1,4 +1,4 @@
-"""Wrap methods of `Trainer`, listed here with the reasons, and register our optimizer names.
+"""Wraps methods of `Trainer`, listed here with the reasons.
 
 A Trainer without one of our names or callbacks runs its original methods.
 """
@@ -8,18 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import Trainer
 
-from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.transformers import trainer_setup
+from hf_lowprec.integrations.transformers import private_apis, trainer_setup
 from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, trainer_methods
-from hf_lowprec.integrations.transformers.gradient_release_under_ddp import release_after_reduction
-from hf_lowprec.integrations.transformers.setup_warnings import warn_before_first_step
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.integrations.wrapped_method import wrap_method
-from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 
 Wrapper = Callable[[TrainerCall], Any]
 
@@ -54,24 +48,15 @@ _WRAPPED = "_hf_lowprec"
 """The attribute of a wrapped method."""
 
 
-def register(unpickle: Callable[[str], Any]) -> None:
-    """Add our optimizer names to transformers and wrap Trainer's methods. Calling it again has no effect.
-
-    Args:
-        unpickle: returns a name's member of transformers' enum; pickled arguments refer to it.
-
-    Raises:
-        RuntimeError: this version of transformers keeps optimizer names elsewhere.
-    """
-    if warn_before_first_step not in LowPrecisionOptimizer.first_step_checks:
-        LowPrecisionOptimizer.first_step_checks.append(warn_before_first_step)
-        LowPrecisionOptimizer.first_gradient_checks.append(release_after_reduction)
-    private_apis.add_optimizer_names(OPTIMIZER_NAMES, trainer_setup.optimizer_for, unpickle)
-    torch.serialization.add_safe_globals([unpickle])
+def wrap_trainer() -> None:
+    """Wrap Trainer's methods. Calling it again has no effect."""
     for name, wrapper in _EVERY_TRAINER.items():
         _wrap_once(name, wrapper, ours_only=False)
     for name, wrapper in _OUR_TRAINERS.items():
         _wrap_once(name, wrapper, ours_only=True)
+    if not hasattr(Trainer.get_optimizer_cls_and_kwargs, _WRAPPED):
+        wrap_method(Trainer, "get_optimizer_cls_and_kwargs", trainer_setup.get_optimizer_cls_and_kwargs)
+        setattr(Trainer.get_optimizer_cls_and_kwargs, _WRAPPED, True)
 
 
 def _wrap_once(name: str, wrapper: Wrapper, ours_only: bool) -> None:

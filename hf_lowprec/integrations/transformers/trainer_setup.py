@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.quantized import is_quantized
-from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import complete_manifest
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
@@ -103,16 +103,14 @@ def create_optimizer(call: TrainerCall) -> Any:
     return call.proceed()
 
 
-def optimizer_for(context: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the optimizer class and keyword arguments for one of our names; the entry in Trainer's dispatch table.
-
-    Args:
-        context: transformers' `OptimizerContext`; its `args` and `model` (which may be None) are read.
+def get_optimizer_cls_and_kwargs(original: Callable, args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+    """`Trainer.get_optimizer_cls_and_kwargs`, a static method: return those of our optimizer for one of our names.
 
     Raises:
         ValueError: the arguments are invalid, or the model has nothing to train or was not cast.
     """
-    args, model = context.args, context.model
+    if args.optim not in OPTIMIZER_NAMES:
+        return original(args, model)
     cls, kwargs = optimizer_arguments(args)
     if model is not None:
         check_trainable(model)

@@ -8,7 +8,7 @@ count and the element alone. The newest gradient always waits for the next one o
 writes to the gradients in between, as `torch.nn.utils.clip_grad_norm_` does, finds one, and the write is noticed.
 
 DDP runs these hooks before it averages, so its communication hook hands over the means instead: see `take_means` and
-`integrations/transformers/gradient_release_under_ddp.py`.
+`integrations/live_models/gradient_release_under_ddp.py`.
 
 What needs all gradients at once is excluded: clipping by their norm (see `DelayedClipping`), `skip_nonfinite`, loss
 scaling, CUDA graphs. So are micro-batches: their gradients would have to be accumulated first. They cannot be

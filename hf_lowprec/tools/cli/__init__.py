@@ -67,24 +67,10 @@ def options(
     """The options that are not those of a command."""
 
 
-_WITHOUT_NAMES = ("env", "plot", "run")
-"""Commands that need no optimizer names, or, like `run`, register them themselves once they know that they can run."""
-
-
-class _RegisteringCommand(_Command):
-    """Registers the optimizer names when the command runs, which is after its arguments were parsed."""
-
-    def invoke(self, ctx: Any) -> Any:
-        import hf_lowprec
-
-        hf_lowprec.register_or_warn()
-        return super().invoke(ctx)
-
-
 for _command in app.registered_commands:
-    _command.cls = _Command if _command.name in _WITHOUT_NAMES else _RegisteringCommand
+    _command.cls = _Command
 
 
 def main() -> None:
-    """Entry point of `python -m hf_lowprec`, and of `hf-lowprec` through `hf_lowprec_cli.py`."""
+    """Entry point of `hf-lowprec` and of `python -m hf_lowprec`."""
     app(prog_name="hf-lowprec")

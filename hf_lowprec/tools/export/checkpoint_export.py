@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import (
     StoredOptimizer,
     StoredParameter,
@@ -37,7 +38,7 @@ from hf_lowprec.integrations.export.model_folder import (
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
 from hf_lowprec.integrations.transformers.checkpoints import damage
-from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, read_json, replace_file
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, replace_file
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
 from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
+from hf_lowprec.integrations.transformers import private_apis
 
 
 class WeightLayout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_lowprec.integrations.transformers.checkpoints.manifest import read_json
+from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 
 TRAINER_STATE = "trainer_state.json"
 

@@ -25,8 +25,8 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
+from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
@@ -454,7 +454,7 @@ def test_the_private_names_are_where_they_were():
     import accelerate
     import torch.distributed.fsdp as torch_fsdp
 
-    where = f"in accelerate {accelerate.__version__}; adapt hf_lowprec/integrations/private_apis.py"
+    where = f"in accelerate {accelerate.__version__}; adapt hf_lowprec/integrations/accelerate/private_apis.py"
     built = accelerator()
     assert built.state._mixed_precision == "no", f"AcceleratorState._mixed_precision is gone {where}"
     assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
-from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.metrics_file import read_metrics
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.processes.ranks import run_script

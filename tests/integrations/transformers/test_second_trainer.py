@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 from hf_lowprec import export_checkpoint, fp32_state_dict, save_pretrained
-from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.transformers import callback
+from hf_lowprec.integrations.transformers import callback, private_apis
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.state.low_bits import reset_outdated_compensations

@@ -76,10 +76,9 @@ def test_saved_arguments_bring_their_names_along(tmp_path):
     torch.save([arguments(tmp_path, optim=name) for name in hf_lowprec.OPTIMIZER_NAMES], tmp_path / "training_args.bin")
     body = f"""
 import sys, torch
-from transformers import trainer_optimizer
+from transformers import Trainer
 for name in [name for name in sys.modules if name.partition(".")[0] == "hf_lowprec"]:
     del sys.modules[name]
-trainer_optimizer._OPTIMIZER_HANDLERS.clear()
 sys.modules["hf_lowprec"] = None  # as if it were not installed
 try:
     torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
@@ -89,7 +88,7 @@ del sys.modules["hf_lowprec"]
 found = torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
 assert {{type(args.optim).__name__ for args in found}} == {{"OptimizerNames"}}
 print(*(args.optim.value for args in found))
-assert {{args.optim for args in found}} <= trainer_optimizer._OPTIMIZER_HANDLERS.keys(), "registered"
+assert all(Trainer.get_optimizer_cls_and_kwargs(args)[0].__module__.startswith("hf_lowprec.") for args in found)
 """
     (tmp_path / "load.py").write_text(body)
     result = forkserver.run(tmp_path / "load.py", [], timeout=120)

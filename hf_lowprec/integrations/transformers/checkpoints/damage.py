@@ -16,10 +16,11 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers.trainer_pt_utils import safe_globals
 
+from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, UnreadableError, load_mapped
 from hf_lowprec.integrations.checkpoint_files.stored_weights import files_of_index
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
-from hf_lowprec.integrations.transformers.checkpoints.manifest import CHUNK_BYTES, Manifest, checksums, read_json
+from hf_lowprec.integrations.transformers.checkpoints.manifest import CHUNK_BYTES, Manifest, checksums
 from hf_lowprec.metrics_file import METRICS_NAME
 
 _NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md", PARAMETERS_NAME, METRICS_NAME)

@@ -21,11 +21,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 from hf_lowprec.metrics_file import METRICS_NAME
 
 logger = logging.getLogger(__name__)
@@ -184,35 +185,6 @@ def _records(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
         path.relative_to(folder).as_posix(): FileRecord(path.stat().st_size, checksum)
         for path, checksum in checksums(folder / name for name in names).items()
     }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    Raises:
-        ValueError: the file cannot be read, or does not contain an object. The message names the file.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path.name} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} does not contain a JSON object")
-    return content
-
-
-def path_inside(folder: Path, name: str, named_in: str) -> Path:
-    """The path of a file in `folder` that the file `named_in` there refers to.
-
-    Raises:
-        ValueError: it is outside of the folder, where a checkpoint from elsewhere must not make anyone read or write.
-    """
-    path = PurePath(name)
-    if path.anchor or ".." in path.parts:
-        raise ValueError(f"{named_in} names {name!r}, which is outside of the checkpoint")
-    return folder / path
 
 
 def _manifests(folder: Path) -> dict[str, Manifest]:

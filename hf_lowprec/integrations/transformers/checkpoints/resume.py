@@ -24,8 +24,9 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 from hf_lowprec.integrations.transformers.checkpoints import damage
-from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, Manifest, read_json, read_manifest
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state, unknown_fields
 from hf_lowprec.reduction.collectives import gather_objects
 

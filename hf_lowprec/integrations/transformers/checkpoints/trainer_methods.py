@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
-from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
+from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.loaded_weights import (
     keep_low_bits_of_checkpoint,
     load_in_place,

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from hf_lowprec.integrations.transformers.checkpoints.manifest import read_json
+from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 
 
 def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> TrainerState:

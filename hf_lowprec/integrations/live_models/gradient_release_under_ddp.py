@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.integrations.live_modules import live_modules
+from hf_lowprec.integrations.live_models.live_modules import live_modules
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.sharding import is_sharded

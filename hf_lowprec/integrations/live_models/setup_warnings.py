@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.hooks.module_hooks import upcasts_inputs
 from hf_lowprec.casting.quantized import holds_quantized_weights
-from hf_lowprec.integrations.live_modules import live_modules
+from hf_lowprec.integrations.live_models.live_modules import live_modules
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction.private_torch_apis import comm_hook_states, reduce_scatters_in_16_bits

@@ -1,0 +1,110 @@
+"""The only module that uses private names of accelerate, or replaces names in the libraries that it calls.
+
+Each has a test in `tests/integrations/test_private_apis.py` that fails when a new version of the library removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed.fsdp
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+
+_PREPARED = "_is_accelerate_prepared"
+"""The attribute by which accelerate marks a model that it has prepared."""
+
+
+@contextmanager
+def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]]) -> Iterator[None]:
+    """Call `first` just before the first `fully_shard` inside, with the options of that call.
+
+    Accelerate chooses the options and the time, and may have moved the model to the meta device by then. It looks up
+    `fully_shard` in `torch.distributed.fsdp` when it shards a model, so the function is replaced there.
+
+    Args:
+        first: a function that shards some modules itself and returns them. They are left out of accelerate's calls,
+            which were planned earlier and would shard them again.
+
+    Raises:
+        RuntimeError: no `fully_shard` ran inside.
+    """
+    sharded: Collection[nn.Module] | None = None
+
+    def fully_shard(original: Callable, module: Any, **options: Any) -> Any:
+        nonlocal sharded
+        if sharded is None:
+            sharded = first(options)
+        if isinstance(module, nn.Module):
+            return module if module in sharded else original(module, **options)
+        unsharded = [one for one in module if one not in sharded]
+        if unsharded:
+            original(unsharded, **options)
+        return module
+
+    with temporarily_wrapped(torch.distributed.fsdp, "fully_shard", fully_shard):
+        yield
+    if sharded is None:
+        raise RuntimeError("this version of accelerate shards a model without torch.distributed.fsdp.fully_shard")
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Return whether FSDP2 has sharded `model` as a whole. Accelerate returns such a model unchanged."""
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
+
+
+def switch_autocast_off(accelerator: Any) -> bool:
+    """Set the mixed precision of `accelerator` to "no", and return whether this changed it."""
+    if accelerator.mixed_precision == "no":
+        return False
+    accelerator.state._mixed_precision = "no"
+    accelerator.native_amp = False
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        plugin.mixed_precision_policy = None
+    return True
+
+
+def prepared_models(accelerator: Any) -> list[Any]:
+    """The models that `accelerator` has prepared, including those used only for evaluation.
+
+    A model wrapped by DDP is listed without its wrapper. FSDP2 shards in place.
+    """
+    return list(accelerator._models)
+
+
+def runs_under_autocast(model: Any) -> bool:
+    """Return whether an accelerator has wrapped `forward` of `model` in autocast, as it does for mixed precision."""
+    return hasattr(model, "_original_forward")
+
+
+def prepared_optimizers(accelerator: Any) -> list[Any]:
+    """The optimizers that `accelerator` has prepared, without accelerate's wrappers."""
+    return [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
+
+
+def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:
+    """The parameters of `model` that FSDP2 will not shard, by the `ignored_modules` of accelerate's plugin."""
+    ignored = accelerator.state.fsdp_plugin.ignored_modules
+    return get_parameters_from_modules(ignored, model, accelerator.device)
+
+
+@contextmanager
+def prepared_again_later(model: Any) -> Iterator[None]:
+    """Allow `model` to be prepared for training after `Accelerator.prepare_model` was called inside for evaluation.
+
+    Accelerate marks every model that it prepares, even one for evaluation only, and returns marked models unchanged.
+    After `Trainer.evaluate()`, `Trainer.train()` would get a model without DDP, and every process would train alone.
+    """
+    marked_before = getattr(model, _PREPARED, False)
+    try:
+        yield
+    finally:
+        if not marked_before:
+            vars(model).pop(_PREPARED, None)

@@ -1,0 +1,83 @@
+"""Adds our optimizer names to those that `TrainingArguments(optim=…)` accepts. Imports no part of Trainer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+from transformers.training_args import OptimizerNames
+
+from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+
+OLDEST_TRANSFORMERS = "5.5.4"
+"""The oldest version of transformers whose Trainer can be used with this package; `pyproject.toml` says the same."""
+
+
+def check_version() -> None:
+    """Raise RuntimeError if this version of transformers is too old for `optim=`."""
+    version = metadata.version("transformers")
+    if _numbers(version) < _numbers(OLDEST_TRANSFORMERS):
+        raise RuntimeError(
+            f"the optim= names of hf_lowprec need transformers>={OLDEST_TRANSFORMERS}, and this is "
+            f"{version}; install a newer one or, in a loop of your own, use the optimizer's class, "
+            "such as hf_lowprec.AdamW(…, rounding='split')"
+        )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:3] if part.isdecimal()]
+
+
+def add_optimizer_names(unpickle: Callable[[str], Any]) -> None:
+    """Add our names to `OptimizerNames`, the enum whose members `TrainingArguments` accepts.
+
+    There is no public way to extend an enum. Calling this again has no effect.
+
+    Args:
+        unpickle: the function that a pickled member calls with its value. Unpickling imports its module, which adds the
+            members. Pickled by default, a member would refer only to the enum, which may not have it yet.
+    """
+    _explain_unknown_names()
+    check_version()
+    for name in OPTIMIZER_NAMES:
+        if name not in OptimizerNames._value2member_map_:
+            _add_member(name, unpickle)
+    torch.serialization.add_safe_globals([unpickle])
+
+
+def optimizer_member(name: str) -> OptimizerNames:
+    """The member of transformers' enum whose value is `name`."""
+    return OptimizerNames(name)
+
+
+def _add_member(name: str, unpickle: Callable[[str], Any]) -> None:
+    member = str.__new__(OptimizerNames, name)
+    member._name_, member._value_ = name.upper(), name
+    member.__objclass__ = OptimizerNames
+    member.__reduce_ex__ = lambda protocol: (unpickle, (name,))
+    member._sort_order_ = len(OptimizerNames._member_names_)
+    OptimizerNames._member_names_.append(member._name_)
+    OptimizerNames._member_map_[member._name_] = member
+    OptimizerNames._value2member_map_[name] = member
+    type.__setattr__(OptimizerNames, member._name_, member)
+
+
+def _explain_unknown_names() -> None:
+    """Let the error about an unknown name end with the closest of some 80 known ones, or why ours are not known."""
+    if "_missing_" in vars(OptimizerNames):
+        return
+
+    def missing(original: Callable, cls: type[OptimizerNames], value: Any) -> Any:
+        if value in OPTIMIZER_NAMES:
+            check_version()
+        try:
+            return original(cls, value)
+        except ValueError as error:
+            near = difflib.get_close_matches(str(value), cls._value2member_map_, n=1)
+            raise ValueError(f"{error}" + (f". Did you mean {near[0]!r}?" if near else "")) from None
+
+    wrap_method(OptimizerNames, "_missing_", missing)

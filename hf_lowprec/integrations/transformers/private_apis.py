@@ -1,0 +1,118 @@
+"""The only module that uses private names of transformers, or replaces names in it.
+
+Each has a test in `tests/integrations/test_private_apis.py` that fails when a new version of the library removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_utils
+from torch.distributed.fsdp import StateDictType
+from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
+
+RUN_EPOCH = "_run_epoch"
+"""Trainer's method that trains for (the rest of) an epoch; it compares steps with `max_steps` only after a step."""
+
+SAVE_CHECKPOINT = "_save_checkpoint"
+"""Trainer's method that writes a checkpoint, `trainer_state.json` last, and then deletes older ones."""
+
+LOAD_CHECKPOINT = "_load_from_checkpoint"
+"""Trainer's method that loads a checkpoint's weights when resuming; its last argument is the model."""
+
+LOAD_OPTIMIZER = "_load_optimizer_and_scheduler"
+"""Trainer's method that loads the state of optimizer and scheduler when resuming, after the weights."""
+
+LOAD_BEST = "_load_best_model"
+"""Trainer's method that loads the best weights at the end of a run."""
+
+
+def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
+    """The folder to which `trainer` saves the checkpoint of its current step.
+
+    Args:
+        trainer: the Trainer, during training.
+        trial: the trial of a hyperparameter search, or None.
+    """
+    return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+
+
+def state_dict_type(trainer: Trainer) -> str | None:
+    """How checkpoints of `trainer` hold the model under FSDP: FULL_STATE_DICT or SHARDED_STATE_DICT; else None."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return None if plugin is None else str(plugin.state_dict_type.name)
+
+
+def saves_sharded(trainer: Trainer) -> bool:
+    """Return whether the checkpoints of `trainer` hold shards of the model, and neither configuration nor tokenizer."""
+    return state_dict_type(trainer) not in (None, StateDictType.FULL_STATE_DICT.name)
+
+
+@contextmanager
+def saving_whole_models(trainer: Trainer) -> Iterator[None]:
+    """Let `save_model` write whole models under FSDP inside. Where checkpoints hold shards, Trainer writes nothing."""
+    if not saves_sharded(trainer):
+        yield
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    configured, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = configured
+
+
+def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
+    """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` in place of the tensors of each file.
+
+    It takes a whole state dict and writes it file by file, so tensors can be computed when their file is written.
+    """
+
+    def save_file(original: Callable, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original(compute(tensors), *args, **kwargs)
+
+    return temporarily_wrapped(transformers.modeling_utils, "safe_save_file", save_file)
+
+
+def in_saved_layout(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Convert a state dict of `model` to the names and shapes in which `save_pretrained` writes it."""
+    return revert_weight_conversion(model, state_dict)
+
+
+def trainer_states_read_by(
+    read: Callable[[Path, type[TrainerState]], TrainerState],
+) -> AbstractContextManager[None]:
+    """Make Trainer read `trainer_state.json` with `read(path, cls)`, where `cls` is the class that it expects."""
+
+    def load_from_json(original: Callable, cls: type[TrainerState], json_path: str) -> TrainerState:
+        return read(Path(json_path), cls)
+
+    return temporarily_wrapped(TrainerState, "load_from_json", load_from_json)
+
+
+def read_checkpoints_in_float32(trainer: Trainer) -> None:
+    """Make a trainer that reads checkpoints with `from_pretrained`, as sentence-transformers does, read them in FP32.
+
+    By default, `from_pretrained` gives every weight the one dtype of the saved config, which would round FP32 norms.
+    """
+    if getattr(type(trainer), LOAD_CHECKPOINT) is not getattr(Trainer, LOAD_CHECKPOINT):
+        wrap_method(trainer, LOAD_CHECKPOINT, _in_float32)
+
+
+def _in_float32(load: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call `load` while `from_pretrained` without a `dtype` loads FP32."""
+
+    def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
+        default = {} if {"dtype", "torch_dtype"} & kwargs.keys() else {"dtype": torch.float32}
+        return original(cls, *args, **default, **kwargs)
+
+    with temporarily_wrapped(PreTrainedModel, "from_pretrained", from_pretrained):
+        return load(*args, **kwargs)
