@@ -1,8 +1,7 @@
 """Measure the time of `import hf_lowprec` and of the command line's help.
 
-Each round starts new interpreters. One imports torch, hf_lowprec, its optimizers and Trainer, in this order, and times
-each; the others run `hf-lowprec --help` and import what it needs at least. Processor time is that of all threads, user
-and system.
+Each round starts new interpreters: a script with its own loop, one with Trainer, and `hf-lowprec --help` beside what it
+needs at least. Processor time is that of all threads, user and system.
 
     python benchmarks/import_time.py [--rounds 9] [--output FILE.json]
 """
@@ -21,14 +20,16 @@ from typing import Any
 
 from recorded_run import recorded_run
 
-IMPORTS = ("import torch", "import hf_lowprec", "hf_lowprec.AdamW", "from transformers import Trainer")
-"""What a script does that uses hf_lowprec, in this order; the last wraps Trainer, too."""
+OWN_LOOP = ("import torch", "torch.optim.SGD([torch.ones(1)])", "import hf_lowprec", "hf_lowprec.AdamW")
+"""What a script with its own loop does, in this order. With its first optimizer, torch imports its compiler."""
+TRAINER = ("from transformers import Trainer", "import hf_lowprec, wrapping Trainer")
+"""What a script with Trainer does."""
 IN_ORDER = """
 import json, sys, time
 times = {}
 for statement in json.loads(sys.argv[1]):
     start = time.perf_counter(), time.process_time()
-    exec(statement)
+    exec(statement.partition(", wrapping")[0])
     times[statement] = time.perf_counter() - start[0], time.process_time() - start[1]
 print(json.dumps(times))
 """
@@ -50,14 +51,15 @@ def run(*arguments: str) -> tuple[str, tuple[float, float]]:
 def one_round() -> Times:
     """The times of each import and command."""
     commands = {name: run(program)[1] for name, program in COMMANDS.items()}
-    return {**commands, **json.loads(run(IN_ORDER, json.dumps(IMPORTS))[0])}
+    scripts = (json.loads(run(IN_ORDER, json.dumps(statements))[0]) for statements in (OWN_LOOP, TRAINER))
+    return {**commands, **next(scripts), **next(scripts)}
 
 
 def table(result: dict[str, Any]) -> str:
     """The processor times in Markdown."""
     lines = ["| | median | range |", "| --- | ---: | ---: |"]
     for name, taken in result["processor seconds"].items():
-        title = f"then `{name}`" if name in IMPORTS[1:] else f"`{name}`"
+        title = f"then `{name}`" if name in (*OWN_LOOP[1:], *TRAINER[1:]) else f"`{name}`"
         lines.append(f"| {title} | {statistics.median(taken):.2f} | {min(taken):.2f} to {max(taken):.2f} |")
     return "\n".join(lines)
 
@@ -71,7 +73,7 @@ def main() -> None:
     with recorded_run(options) as result:
         rounds = [one_round() for _ in range(options.rounds)]
         for k, clock in enumerate(("wall seconds", "processor seconds")):
-            result[clock] = {name: [times[name][k] for times in rounds] for name in (*IMPORTS, *COMMANDS)}
+            result[clock] = {name: [times[name][k] for times in rounds] for name in (*OWN_LOOP, *TRAINER, *COMMANDS)}
     print(table(result))
 
 

@@ -217,4 +217,4 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(demo_command, "find_spec", lambda name: None if name == "datasets" else object())
     result = invoke("--output-dir", tmp_path)
     assert result.exit_code == 1
-    assert "the demo needs datasets: pip install '.[demo]' in a clone" in result.output
+    assert "the demo needs datasets: pip install 'hf-lowprec[demo]'" in result.output

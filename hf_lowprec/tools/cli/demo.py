@@ -123,7 +123,7 @@ def _require_extra() -> None:
     """Exit with a hint if the packages of the extra `demo` are not installed."""
     missing = [name for name in ("datasets", "matplotlib") if find_spec(name) is None]
     if missing:
-        typer.echo(f"the demo needs {' and '.join(missing)}: pip install '.[demo]' in a clone of hf_lowprec", err=True)
+        typer.echo(f"the demo needs {' and '.join(missing)}: pip install 'hf-lowprec[demo]'", err=True)
         raise typer.Exit(1)
 
 

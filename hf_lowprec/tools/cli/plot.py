@@ -51,7 +51,7 @@ def plot(
     last numbers, the worst tensors and the precision report.
     """
     if find_spec("matplotlib") is None:
-        typer.echo("hf-lowprec plot needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec", err=True)
+        typer.echo("hf-lowprec plot needs matplotlib: pip install 'hf-lowprec[plot]'", err=True)
         raise typer.Exit(1)
     for path in out or ():
         if path.suffix not in SUFFIXES:
@@ -120,5 +120,5 @@ def require_matplotlib(path: Path | None) -> Path | None:
         typer.BadParameter: a file was given, and matplotlib is not installed.
     """
     if path is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("it needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec")
+        raise typer.BadParameter("it needs matplotlib: pip install 'hf-lowprec[plot]'")
     return path

@@ -11,8 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
-from tests.support.processes.without_transformers import STUB
-
 
 @functools.cache
 def compiled(
@@ -46,7 +44,6 @@ def _compiler() -> ProcessPoolExecutor:
 
 def _prepare(cache: str) -> None:
     os.environ |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    exec(STUB)
 
 
 def _compile(source, name, kinds, constants, options, capability) -> tuple[str, int]:
