@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-all test-fast test-gpu mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
+.PHONY: help .venv drawings demo test test-all test-fast test-gpu mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,21 @@ bench-gpu: ## step time and training on this machine's GPU, beside other optimiz
 report-gpu: ## the tests that need a GPU and bench-gpu in ten minutes, packed into one file to send back
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_report.py $(ARGS)
 
+dist: ## wheel and source distribution, in dist/, checked as a package index checks them
+	@rm -rf build dist .venv-dist
+	@"$(PYTHON)" -m venv .venv-dist
+	@.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	@.venv-dist/bin/python -m build
+	@.venv-dist/bin/python -m twine check --strict dist/*
+
+# In the order of a user: torch alone first, then what Trainer needs.
+test-dist: dist ## install the wheel in an empty environment, and use it there
+	@rm -rf .venv-dist && "$(PYTHON)" -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check $(PINS) dist/*.whl
+	cd / && $(CURDIR)/.venv-dist/bin/python $(CURDIR)/tests/scripts/torch_alone.py adamw_bf16_split sgd_bf16_sr
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check $(PINS) "$$(echo dist/*.whl)[trainer]"
+	cd / && $(CURDIR)/.venv-dist/bin/hf-lowprec doctor
+
 clean: ## remove caches and build products; .venv and results stay
-	@rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist site *.egg-info .venv-dist .mypy_cache .pytest_cache .ruff_cache
 	@find hf_lowprec tests $(wildcard examples benchmarks tools) -name __pycache__ -type d -prune -exec rm -rf {} +

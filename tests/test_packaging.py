@@ -170,6 +170,7 @@ def test_console_scripts_can_be_called(target: str) -> None:
 def test_the_version_is_one_version() -> None:
     assert hf_lowprec.__version__ == PROJECT["version"] == importlib.metadata.version(PROJECT["name"])
     assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_the_package_is_marked_as_typed() -> None:

@@ -1,0 +1,60 @@
+"""Write the address of the repository into a checkout, before a release is built from it.
+
+    python -m tools.release_links https://github.com/OWNER/NAME v0.1.0
+
+`pyproject.toml` gets `[project.urls]`, and relative links of `README.md` become absolute, since a package index shows
+the page without the files next to it. The repository itself does not say where it is hosted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^()\s]+)\)")
+"""A link or an image of Markdown with a relative address."""
+
+
+def write_links(root: Path, url: str, tag: str, site: str) -> None:
+    """Write the links into the checkout in `root`.
+
+    Args:
+        root: the folder of `pyproject.toml` and `README.md`.
+        url: the repository's address.
+        tag: the tag of the release; links show the files as they were then.
+        site: the address of the documentation.
+    """
+    urls = {
+        "Homepage": site,
+        "Documentation": site,
+        "Source": url,
+        "Issues": f"{url}/issues",
+        "Changelog": f"{url}/blob/{tag}/CHANGELOG.md",
+    }
+    lines = "".join(f'{name} = "{address}"\n' for name, address in urls.items())
+    project = root / "pyproject.toml"
+    text = project.read_text(encoding="utf-8")
+    project.write_text(
+        text.replace("[project.scripts]", f"[project.urls]\n{lines}\n[project.scripts]"), encoding="utf-8"
+    )
+
+    def absolute(match: re.Match[str]) -> str:
+        image, label, path = match.groups()
+        return f"{image}[{label}]({url}/{'raw' if image else 'blob'}/{tag}/{path})"
+
+    readme = root / "README.md"
+    readme.write_text(LINK.sub(absolute, readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url", help="the repository's address")
+    parser.add_argument("tag", help="the tag of the release")
+    parser.add_argument("--site", help="the address of the documentation; default: the repository's")
+    options = parser.parse_args()
+    write_links(Path(), options.url.rstrip("/"), options.tag, options.site or options.url)
+
+
+if __name__ == "__main__":
+    main()
