@@ -38,3 +38,11 @@ def test_the_command_line_says_what_it_needs():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "hf-lowprec: the command line needs typer; pip install 'hf-lowprec[cli]'\n"
+
+
+def test_a_command_says_what_it_needs():
+    code = "import sys; sys.modules['transformers'] = None; from hf_lowprec.__main__ import main; main()"
+    command = [sys.executable, "-c", code, "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == "Error: doctor needs transformers: pip install 'hf-lowprec[trainer]'\n"

@@ -30,7 +30,17 @@ class _Group(_FlagsWithoutType, TyperGroup):
 
 
 class _Command(_FlagsWithoutType, TyperCommand):
-    """One command."""
+    """One command. It says what to install if a package is missing; a script that `run` runs may say so itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            library = (error.name or "").partition(".")[0]
+            if self.name == "run" or library not in ("accelerate", "packaging", "safetensors", "transformers"):
+                raise
+            typer.echo(f"Error: {self.name} needs {library}: pip install 'hf-lowprec[trainer]'", err=True)
+            raise typer.Exit(1) from None
 
 
 app = typer.Typer(

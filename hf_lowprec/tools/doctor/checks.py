@@ -66,7 +66,7 @@ def run_check(check: Callable[[], str]) -> CheckResult:
 
 
 def check_packages() -> str:
-    """Check that the installed packages meet the requirements in hf_lowprec's metadata."""
+    """Check that the installed packages meet the requirements in hf_lowprec's metadata, with those of Trainer."""
     try:
         requirements = [Requirement(line) for line in metadata.requires("hf-lowprec") or []]
     except metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def check_packages() -> str:
     needed = [
         requirement
         for requirement in requirements
-        if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+        if not requirement.marker or any(requirement.marker.evaluate({"extra": extra}) for extra in ("trainer", "cli"))
     ]
     wrong = [
         f"{requirement.name} {metadata.version(requirement.name)} is installed, but {requirement} is required"
