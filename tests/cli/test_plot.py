@@ -120,5 +120,5 @@ def test_the_plot_option_of_other_commands_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setattr(plot_command, "find_spec", lambda name: None)
-    assert "'--plot': it needs matplotlib: pip install '.[plot]'" in refused(*command, "--plot", "out.png")
+    assert "'--plot': it needs matplotlib: pip install 'hf-lowprec[plot]'" in refused(*command, "--plot", "out.png")
     assert "matplotlib" not in hf_lowprec(*command).output

@@ -82,6 +82,9 @@ def sum_gradients(rank, folder):
 
 
 def main():
+    torch.set_num_threads(1)  # a fork has only the thread that called it
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(sum_gradients, (folder,), nprocs=2, start_method="fork")
     for name in sys.argv[1:]:
         train(name)
     for name in NOT_IN_THE_CORE:
@@ -92,8 +95,6 @@ def main():
             assert re.match(pattern, str(error)), error
         else:
             raise AssertionError(name)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(sum_gradients, (folder,), nprocs=2, start_method="fork")
     assert not ABSENT & {name.partition(".")[0] for name in sys.modules}
     print("done")
 
