@@ -53,7 +53,7 @@ TESTS = [
 """In the order of their importance, since time may run out."""
 ON_A_GPU = "(gpu or triton or ragged) and not native"
 """Of the tests in these files, those that run on the GPU, as an expression of pytest's `-k`."""
-WORKERS = min(8, os.cpu_count() or 1)
+WORKERS = min(16, os.cpu_count() or 1)
 """Processes that test, if pytest-xdist is installed: most of the time, a test waits for the compiler, on the CPU."""
 SHARE_OF_TESTS = 0.45
 """Of the time, at most; the benchmark has the rest."""

@@ -20,7 +20,20 @@ from hf_lowprec import AdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COMMON: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-MODES = ("kahan", "split", "stochastic", "nearest")
+IN_8_BITS = {"state_dtype": torch.int8}
+MODES: dict[str, dict[str, Any]] = {
+    "split": {"rounding": "split"},
+    "stochastic": {"rounding": "stochastic"},
+    "kahan": {"rounding": "kahan"},
+    "nearest": {"rounding": "nearest"},
+    "split24": {"rounding": "split24"},
+    "split, 8-bit states": {"rounding": "split", **IN_8_BITS},
+    "stochastic, 8-bit states": {"rounding": "stochastic", **IN_8_BITS},
+}
+"""The options of our AdamW in each mode."""
+BYTES = {"split": 18, "stochastic": 14, "kahan": 18, "nearest": 14, "split24": 16}
+BYTES |= {"split, 8-bit states": 14.125, "stochastic, 8-bit states": 10.125}
+"""Read and written per parameter in each mode: weight, gradient and states."""
 BASELINE = "torch AdamW, FP32, fused"
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -34,7 +47,7 @@ class Candidate:
         dtype: of weights and gradients.
         bytes: read and written per parameter: weight, gradient and states, each as it is stored.
         build: makes the optimizer.
-        mode: our rounding mode, if it is ours.
+        mode: its key in `MODES`, if it is ours.
         package: the distribution it comes from, if it is not torch or ours.
         patience: seconds for its first measurement, which may compile.
         trial_seconds: what a trial in a process of its own may take, see `trial.py`; None: it needs none.
@@ -66,8 +79,8 @@ def ours(mode: str, device: Device) -> Candidate:
     return Candidate(
         our_name(mode),
         BF16,
-        18 if mode in ("kahan", "split") else 14,
-        lambda params: AdamW(params, **COMMON, rounding=mode, backend=backend),
+        BYTES[mode],
+        lambda params: AdamW(params, **COMMON, **MODES[mode], backend=backend),
         mode=mode,
     )
 
@@ -83,11 +96,11 @@ def _peer(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
 def candidates(device: Device) -> list[Candidate]:
     """All candidates, the most informative ones first, because time may run out."""
     return [
-        ours("kahan", device),
         ours("split", device),
+        ours("kahan", device),
         Candidate(BASELINE, FP32, 28, _torch(fused=True)),
         ours("stochastic", device),
-        ours("nearest", device),
+        *(ours(mode, device) for mode in MODES if mode not in ("split", "kahan", "stochastic")),
         Candidate("torch AdamW, BF16, fused", BF16, 14, _torch(fused=True)),
         Candidate(
             "optimi AdamW, BF16, Kahan, Triton",

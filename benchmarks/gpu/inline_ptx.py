@@ -28,7 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "_register_options": lambda spec, ptx, device: {"maxnreg": launch.max_registers(spec)},
     },
 }
-OPTIMIZERS = [(AdamW, mode) for mode in (*MODES, "split24")] + [(StableAdamW, "kahan")]
+OPTIMIZERS = [(AdamW, mode) for mode in MODES if "state_dtype" not in MODES[mode]] + [(StableAdamW, "kahan")]
 """StableAdamW has one more kernel with PTX, for its means over tensors."""
 KINDS = {"step": RANDOM, "step_ragged": "2 bytes into a bucket"}
 """Gradients with which this kernel steps almost all elements."""
@@ -72,7 +72,7 @@ def _times(device: Device, model: Llama, cls: type, mode: str, kernel: str, repe
     """The median milliseconds of each form, in turn, and how many times as long those without PTX take."""
     params = parameters(model.shapes, BF16, device.device)
     give_gradients(params, KINDS[kernel])
-    forms = {form: cls(params, **COMMON, rounding=mode, backend=our_backend(device)) for form in FORMS}
+    forms = {form: cls(params, **COMMON, **MODES[mode], backend=our_backend(device)) for form in FORMS}
     samples: dict[str, list[float]] = {form: [] for form in FORMS}
     for repeat in range(3 + repeats):
         for form, optimizer in forms.items():

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 
 import hf_lowprec
-from gpu.candidates import BF16, COMMON, our_backend
+from gpu.candidates import BF16, COMMON, MODES, our_backend
 from gpu.device import Device
 from gpu.shapes import Llama
 
 AUTOCAST = "FP32 + BF16 autocast, torch AdamW fused"
-VARIANTS = {AUTOCAST: None, "BF16, hf_lowprec kahan": "kahan", "BF16, hf_lowprec stochastic": "stochastic"}
+VARIANTS = {
+    AUTOCAST: None,
+    "BF16, hf_lowprec split": "split",
+    "BF16, hf_lowprec stochastic": "stochastic",
+    "BF16, hf_lowprec stochastic, 8-bit states": "stochastic, 8-bit states",
+}
+"""The mode of each way to train; None is torch's optimizer."""
 TRAINING = {**COMMON, "lr": 1e-4}
 
 
@@ -89,7 +95,7 @@ def train(
     else:
         hf_lowprec.cast_model(model)
         backend = our_backend(device)
-        optimizer = hf_lowprec.AdamW(model.parameters(), **TRAINING, rounding=mode, backend=backend)
+        optimizer = hf_lowprec.AdamW(model.parameters(), **TRAINING, **MODES[mode], backend=backend)
     generator = torch.Generator(device.device).manual_seed(0)
     marks, losses = [], []
     for step in range(discard + steps):
