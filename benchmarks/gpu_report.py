@@ -30,7 +30,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
-    "tests/gpu/test_fast_paths_on_gpu.py",
     "tests/optim/test_triton_backend.py",
     "tests/optim/test_square_sum.py",
     "tests/optim/test_tensor_sum.py",

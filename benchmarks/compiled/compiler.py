@@ -19,7 +19,7 @@ from compiled import amdgcn, sass
 from compiled.control_flow import MachineCode
 from compiled.control_flow import Path as CodePath
 from compiled.gpus import ARCHITECTURES, resident_warps
-from compiled.kernels import CONSTANT, Kernel, constants_for
+from compiled.kernels import CONSTANT, Kernel
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 DEFAULT_WARPS = 4
@@ -65,15 +65,12 @@ def compile_for(kernel: Kernel, target: str) -> CompiledKernel:
     on_amd = target.startswith("gfx")
     warp_size = 64 if on_amd else 32
     warps = DEFAULT_WARPS if kernel.threads is None else kernel.threads // warp_size
-    constants = constants_for(kernel, target)
-    arguments = {**kernel.arguments, **dict.fromkeys(constants, CONSTANT)}
+    arguments = {**kernel.arguments, **dict.fromkeys(kernel.constants, CONSTANT)}
     options = {"num_warps": warps, "enable_fp_fusion": kernel.fp_fusion}
     if on_amd:
         options["waves_per_eu"] = kernel.waves_per_simd
-    elif kernel.max_registers is not None:
-        options["maxnreg"] = kernel.max_registers
     compiled = triton.compile(
-        ASTSource(kernel.function, arguments, constants, _alignments(kernel)),
+        ASTSource(kernel.function, arguments, dict(kernel.constants), _alignments(kernel)),
         target=GPUTarget("hip", target, 64) if on_amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
         options=options,
     )

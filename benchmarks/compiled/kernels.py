@@ -55,7 +55,6 @@ class Kernel:
         threads: per program; None for Triton's default number of warps.
         fp_fusion: whether multiply-adds may be contracted.
         lookups: loads, each needing the one before, that precede those of elements.
-        max_registers: per thread, on NVIDIA GPUs; None: the compiler is free to choose.
         waves_per_simd: wavefronts for which there must be registers, on AMD GPUs; 0: the compiler is free to choose.
         expected_accesses: how many accesses to global memory of each width in bits an iteration needs; None: not known.
     """
@@ -74,17 +73,8 @@ class Kernel:
     threads: int | None = None
     fp_fusion: bool = True
     lookups: int = 0
-    max_registers: int | None = None
     waves_per_simd: int = 0
     expected_accesses: Counter[int] | None = None
-
-
-def constants_for(kernel: Kernel, target: str) -> dict[str, Any]:
-    """The constants with which `kernel` is compiled for a target: `PTX` says which instructions are written inline."""
-    if "PTX" not in kernel.function.arg_names:
-        return dict(kernel.constants)
-    capability = int(target.removeprefix("sm_")) if target.startswith("sm_") else 0
-    return {**kernel.constants, "PTX": triton_backend.inlined_ptx(capability)}
 
 
 def specs() -> dict[str, KernelSpec]:
@@ -124,7 +114,7 @@ def step_kernel(name: str, spec: KernelSpec) -> Kernel:
     constants = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK}
     kernel = _rendered(name, spec, triton_backend.kernels(spec).step, STEP_TABLES, constants, spec.tensors)
     waves = triton_backend.waves_per_simd(spec)
-    return replace(kernel, max_registers=triton_backend.max_registers(spec), waves_per_simd=waves)
+    return replace(kernel, waves_per_simd=waves)
 
 
 def ragged_kernel(name: str, spec: KernelSpec) -> Kernel:
@@ -147,8 +137,7 @@ def tensor_sum_kernel(name: str, spec: KernelSpec) -> Kernel | None:
     names = ("CHUNK", "BLOCK", "TAIL")
     constants = {constant: getattr(triton_backend, constant) for constant in names}
     used = used_inputs(trace_tensor_mean(spec), spec.tensors)
-    kernel = _rendered(f"{name}, tensor_sum", spec, function, TABLES | {"sums": "*fp64"}, constants, used)
-    return replace(kernel, max_registers=triton_backend.max_sum_registers(spec))
+    return _rendered(f"{name}, tensor_sum", spec, function, TABLES | {"sums": "*fp64"}, constants, used)
 
 
 def _rendered(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpu import gradients, inline_ptx, parity, tuning
+from gpu import gradients, parity, tuning
 from gpu.budget import Budget, OutOfTime, line
 from gpu.candidates import MODES, candidates, installed, our_backend
 from gpu.device import Device
@@ -161,18 +161,6 @@ class Benchmark:
         room = min(ROOM, self.device.free() - (4 << 30)) if not self.device.rehearsal else self.device.free()
         self.step("step_8b", self.large.fitting(room / HUNGRIEST), rounds, repeats, seconds)
 
-    def inline_ptx(self, repeats: int, seconds: float) -> None:
-        """The kernels with inline PTX and without it."""
-
-        def keep(rows: list[dict[str, Any]]) -> None:
-            self.result["inline_ptx"] = rows
-            self.report.write()
-
-        model = self.small.fitting(4e8)  # three optimizers at once, on a GPU of 16 GB
-        failures = inline_ptx.measure(self.device, model, repeats, self.budget.part(seconds), self.say, keep)
-        for name, message in failures.items():
-            self.report.fail(f"inline PTX, {name}: {message}")
-
     def gradients(self, seconds: float) -> None:
         """Times with gradients of other kinds than random ones."""
 
@@ -212,18 +200,17 @@ def run(benchmark: Benchmark, only: str | None = None) -> None:
     if only is None:
         length, steps, discard = (32, 2, 1) if rehearsal else (2048, 15, 4)
         parts += [
-            ("inline PTX", lambda: benchmark.inline_ptx(repeats, 90)),
-            ("trial of other packages", lambda: benchmark.try_peers(40)),
+            ("trial of other packages", lambda: benchmark.try_peers(70)),
             ("step of the smaller model", lambda: benchmark.step("step_1b", benchmark.small, rounds, repeats, 190)),
             ("training", lambda: benchmark.train(4, length, 2, steps, discard, 90)),
             ("training, small batch", lambda: benchmark.train(1, length, 2, steps, discard, 60)),
             ("launches", lambda: benchmark.launches(60)),
             ("step of the larger model", lambda: benchmark.step_large(2, repeats // 2 + 1, 120)),
         ]
-    if only != "tuning":
-        parts.append(("gradients", lambda: benchmark.gradients(400 if only else 80)))
     if only != "gradients":
-        parts.append(("tuning", lambda: benchmark.tune(400)))
+        parts.append(("tuning", lambda: benchmark.tune(400 if only else 60)))
+    if only != "tuning":
+        parts.append(("gradients", lambda: benchmark.gradients(400)))
     for name, part in parts:
         if benchmark.budget.left < 10:
             benchmark.say(f"no time for {name}")

@@ -57,8 +57,6 @@ def render(result: Result) -> str:
     if result.get("peer_failures"):
         parts += ["Optimizers of other packages that failed, and are left out:", _list(result["peer_failures"])]
     parts.append(_lines([["target", "aim", "measured", ""]], [list(target) for target in targets(result)], left=2))
-    if result.get("inline_ptx"):
-        parts.append(_inline_ptx(result["inline_ptx"]))
     parts += [_step(result[key], result.get("launches") or {}) for key in ("step_1b", "step_8b") if result.get(key)]
     parts += [_training(table) for table in result.get("training") or []]
     if result.get("gradients"):
@@ -166,19 +164,6 @@ def _gradients(rows: list[Row]) -> str:
         "zero or subnormal, or in misaligned tensors. Bytes are those of 16-bit gradients, for FP32 twice as many."
     )
     return "\n\n".join([title, _lines([["gradients", "share", *random]], lines, left=1), notes])
-
-
-def _inline_ptx(rows: list[Row]) -> str:
-    columns: Columns = {"optimizer": _cell("optimizer", ""), "kernel": _cell("kernel", "")}
-    for form in rows[0]["ms"]:
-        columns[f"{form}, ms"] = lambda row, form=form: f"{row['ms'][form]:.3f}"
-    for form in rows[0]["ratio"]:
-        columns[f"{form}, ×"] = lambda row, form=form: f"{row['ratio'][form]:.3f}"
-    notes = (
-        "Medians on the device; the forms take turns. ×: relative to the kernel with inline PTX. If all of these are "
-        "below 1.03, inline PTX is not worth its code."
-    )
-    return "\n\n".join(["## Kernels with inline PTX and without", _table(columns, rows, left=2), notes])
 
 
 def _tuning(tuning: list[Row]) -> str:

@@ -25,8 +25,6 @@ MODE = "kahan"
 def constants(block: int, warps: int, chunk: int) -> AbstractContextManager[None]:
     """Let kernels be launched with these; optimizers made before keep tables of the old chunks."""
     new: dict[str, Any] = {"BLOCK": block, "CHUNK": chunk * block, "TAIL": block // 4, "WARPS": warps}
-    if block // warps != launch.BLOCK // launch.WARPS:  # a thread has other registers for another number of elements
-        new["MAX_REGISTERS"] = {}
     return replaced(**new)
 
 

@@ -199,9 +199,16 @@ class LowPrecisionOptimizer(Algorithm):
             norm = self.prepare_step(plan)
             with interrupts.deferred():
                 self.run_step(plan)
-                self.grad_norm = norm
+                self._keep_norm(norm)
                 self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
         return loss
+
+    def _keep_norm(self, norm: Tensor | None) -> None:
+        """Set `grad_norm`. With `capturable` it stays the same tensor, to which every replay of a graph writes."""
+        if self.capturable and norm is not None:
+            kept = self.grad_norm
+            norm = norm.clone() if kept is None or kept.device != norm.device else kept.copy_(norm)
+        self.grad_norm = norm
 
     def prepare_step(self, plan: StepPlan) -> Tensor | None:
         """Compute what the formula needs in addition to tensors: scalars, clip factor, means. Changes nothing.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_lowprec.rounding.fp32_math import bit_pattern
 
@@ -40,13 +39,6 @@ def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     Raises:
         ValueError: `dtype` is none of these.
     """
-    if has_torch_function_unary(value):
-        return handle_torch_function(round_nearest, (value,), value, dtype)
-    return nearest_pattern(value, dtype)
-
-
-def nearest_pattern(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The operations of `round_nearest`, which a trace records as one operation."""
     if dtype == torch.float32:
         return value
     if dtype == torch.bfloat16:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function
 
 _Int32 = Any
 """A number or an int32 tensor. Numbers cost a hundredth of the time of small tensors."""
@@ -78,13 +78,6 @@ def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor
 
 def lane(word: Tensor, role: int) -> Tensor:
     """The 16 bits of `word` that belong to `role`, as int32 in [0, 65536)."""
-    if has_torch_function_unary(word):
-        return handle_torch_function(lane, (word,), word, role)
-    return lane_bits(word, role)
-
-
-def lane_bits(word: Tensor, role: int) -> Tensor:
-    """The operations of `lane`, which a trace records as one operation."""
     # The low bits of a product are badly mixed, so a role gets them only combined with high bits.
     high = (word >> 16) & 0xFFFF
     if role % 3 == 0:

@@ -7,14 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_lowprec.optim.backends.triton import launch as triton_launch
 from tests.support.processes import forkserver
-from tests.support.triton_available import InPlaceOfAKernel, require_triton
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_step.py"
 
@@ -38,7 +35,6 @@ def test_the_rehearsal_runs_every_part(tmp_path, monkeypatch):
     (table,) = (path.read_text() for path in tmp_path.glob("*.md"))
     for part in (
         "One step of",
-        "Kernels with inline PTX and without",
         "Training",
         "Other gradients",
         "Constants of the kernel",
@@ -75,32 +71,3 @@ def test_a_trial_says_why_a_candidate_cannot_step(monkeypatch):
     begin = time.monotonic()
     assert "more than 0 s" in trial.trial_failure("torch AdamW, BF16, foreach", True, 0.2)
     assert time.monotonic() - begin < 20  # the process was ended, not waited for
-
-
-def test_kernels_with_inline_ptx_and_without_take_turns(monkeypatch):
-    """On an H100, as far as launches show it; the kernels themselves do nothing here."""
-    require_triton()
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    inline_ptx, device, budget = (importlib.import_module(f"gpu.{name}") for name in ("inline_ptx", "device", "budget"))
-    launched, kept = [], []
-
-    class Recorded(InPlaceOfAKernel):
-        def __getitem__(self, grid):
-            return lambda *tables, **options: launched.append((options["PTX"], options.get("maxnreg")))
-
-    monkeypatch.setattr(triton_launch, "kernels", lambda spec: triton_launch.Kernels(Recorded(), Recorded(), None))
-    monkeypatch.setattr(triton_launch, "_ptx", lambda device: triton_launch.inlined_ptx(90))
-    monkeypatch.setattr(inline_ptx, "our_backend", lambda device: "triton")
-    monkeypatch.setattr(inline_ptx, "OPTIMIZERS", inline_ptx.OPTIMIZERS[:1])
-    monkeypatch.setattr(inline_ptx, "KINDS", {"step": "random"})
-    model, repeats = SimpleNamespace(shapes=[(8, 1024)]), 4
-    for mismatch in ("weight: 1 of 8192", ""):
-        monkeypatch.setattr(inline_ptx.parity, "mismatch", lambda *arguments, found=mismatch: found)
-        failures = inline_ptx.measure(device.Rehearsal(), model, repeats, budget.Budget(200), print, kept.append)
-        assert list(failures) == (["AdamW, kahan"] if mismatch else [])
-        assert len(kept) == (0 if mismatch else 1)
-    assert launched == [(80, 72), (0, None), (0, 72)] * (3 + repeats)
-    ((row,),) = kept
-    assert list(row["ms"])[1:] == list(row["ratio"])
-    for form, ratio in row["ratio"].items():
-        assert ratio == row["ms"][form] / row["ms"]["inline PTX"]

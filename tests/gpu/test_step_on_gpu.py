@@ -100,6 +100,7 @@ def test_at_most_two_kernels_for_a_spec_and_nothing_else(lengths, expected):
 
 
 def test_nothing_is_compiled_again():
+    triton_backend.kernels.cache_clear()  # other tests' kernels, which have other constants
     params = model_like()
     optimizer = AdamW(params, max_grad_norm=1.0)
     optimizer.step()
@@ -139,7 +140,7 @@ def test_memory_is_what_the_accounting_says(rounding, per_parameter):
     tables = 16 * chunks + (1 << 14)  # chunk table, and the rest in blocks of the allocator
     assert 0 <= states - per_parameter * module.weight.numel() <= tables
     counted = sum(memory_use(module, optimizer).state.values())
-    assert counted == per_parameter * module.weight.numel() + 4  # and the step count, on the host
+    assert counted == per_parameter * module.weight.numel() + 8  # and the step count, int64 on the host
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     torch.cuda.synchronize()

@@ -20,6 +20,7 @@ from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.optim.every_optimizer import build, every_configuration
 from tests.support.optim.optimizer_contents import assert_equal, everything
+from tests.support.random_numbers import randn
 
 BUCKET = 300
 """Elements; the models below have several buckets of it."""
@@ -38,7 +39,7 @@ def network(dtype=torch.bfloat16) -> nn.Sequential:
 
 
 def batch(step: int, dtype=torch.bfloat16) -> torch.Tensor:
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
+    return randn(8, 32, seed=step).to(dtype)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:

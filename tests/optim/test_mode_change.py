@@ -12,6 +12,7 @@ from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.state.low_bits import fp32_estimates
 from hf_lowprec.rounding.random_bits import random_bits
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
+from tests.support.random_numbers import randn
 
 BF16 = torch.bfloat16
 OTHERS = ["stochastic", "nearest"]
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the rounding mode changes from:R
 
 
 def weights(count: int = 5000, seed: int = 0) -> nn.Parameter:
-    return nn.Parameter(torch.randn(count, generator=torch.Generator().manual_seed(seed)).mul(0.02).to(BF16))
+    return nn.Parameter(randn(count, seed=seed).mul(0.02).to(BF16))
 
 
 def stepped(rounding: str = "kahan", cls=AdamW, steps: int = 5, count: int = 5000, **options):

@@ -11,6 +11,7 @@ from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.rounding import MODES, join
 from tests.support.optim.every_optimizer import OPTIONS, build
+from tests.support.random_numbers import randn
 from tests.support.rounding.kept_low_bits import kept_values
 
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
@@ -20,12 +21,13 @@ EXACT = {"rounding": "split", "state_dtype": FP32, "initial_compensation": "zero
 def start(*shape: int) -> torch.Tensor:
     """BF16 weights whose magnitudes run over four orders."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(shape, generator=generator) * 10.0 ** -torch.randint(0, 4, shape, generator=generator)
-    return values.to(BF16)
+    with torch.device("cpu"):
+        values = torch.randn(shape, generator=generator) * 10.0 ** -torch.randint(0, 4, shape, generator=generator)
+    return values.to(torch.get_default_device(), BF16)
 
 
 def gradient(step: int, *shape: int) -> torch.Tensor:
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+    noise = randn(*shape, seed=step)
     return (noise * (1.0 if step % 1000 < 500 else 0.1)).to(BF16)
 
 

@@ -12,6 +12,7 @@ from hf_lowprec.rounding import join
 from hf_lowprec.rounding.low_bits import fp32_value, stored_pair
 from hf_lowprec.rounding.modes import MODES
 from hf_lowprec.rounding.random_bits import random_bits
+from tests.support.random_numbers import randn
 
 BF16, FP32, INT8, INT32 = torch.bfloat16, torch.float32, torch.int8, torch.int32
 MODE = MODES["split24"]
@@ -90,7 +91,7 @@ def master(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tenso
 def test_a_step_is_that_of_fp32_rounded_by_the_upper_random_bits_of_role_0(any_backend):
     """The rounding in integers: random bits are added to the pattern of the FP32 weight, and 8 bits are cut off."""
     sizes = (100, 37)
-    ours = [nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(size)).to(BF16)) for size in sizes]
+    ours = [nn.Parameter(randn(size, seed=size).to(BF16)) for size in sizes]
     exact = [nn.Parameter(param.detach().float()) for param in ours]
     options = {"lr": 1e-3, "backend": any_backend}
     pair = (
@@ -100,7 +101,7 @@ def test_a_step_is_that_of_fp32_rounded_by_the_upper_random_bits_of_role_0(any_b
     for step in range(1, 4):
         for optimizer, params in zip(pair, (ours, exact), strict=True):
             for param in params:
-                grad = torch.randn(len(param), generator=torch.Generator().manual_seed(step))
+                grad = randn(len(param), seed=step)
                 param.grad = grad.to(BF16).to(param.dtype)
             optimizer.step()
         for number, (param, reference) in enumerate(zip(ours, exact, strict=True)):
@@ -113,10 +114,10 @@ def test_a_step_is_that_of_fp32_rounded_by_the_upper_random_bits_of_role_0(any_b
 
 
 def test_the_weight_is_the_nearest_to_its_master(any_backend):
-    param = nn.Parameter(torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(BF16))
+    param = nn.Parameter(randn(1000, seed=2).to(BF16))
     optimizer = AdamW([param], lr=1e-2, rounding="split24", backend=any_backend)
     for step in range(5):
-        param.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step)).to(BF16)
+        param.grad = randn(1000, seed=step).to(BF16)
         optimizer.step()
         exact = master(optimizer, param).double()
         bits = param.detach().view(torch.int16)
@@ -131,7 +132,7 @@ def test_bytes(state_dtype):
     model = nn.Linear(64, 64, bias=False).to(BF16)
     optimizer = AdamW(model.parameters(), rounding="split24", state_dtype=state_dtype)
     param = model.weight
-    param.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(BF16)
+    param.grad = randn(64, 64, seed=0).to(BF16)
     optimizer.step()
     tensors = [param, param.grad, *(value for name, value in optimizer.state[param].items() if name != "step")]
     assert sum(tensor.nbytes for tensor in tensors) == param.numel() * (9 if state_dtype is None else 7 + 1 / 16)

@@ -13,7 +13,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
-from hf_lowprec.optim.backends.triton.ptx_graph import add_lane, divide_above, from_bfloat16, quiet_nans, to_bfloat16
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.block_floats import block_max
@@ -39,10 +38,7 @@ _COMPARISONS: dict[Callable, str] = {
 _METHODS: dict[Callable, tuple[str, bool]] = {
     sqrt_rn: ("sqrt_rn", True),
     quiet_nan: ("quiet_nan", True),
-    from_bfloat16: ("from_bfloat16", True),
-    to_bfloat16: ("to_bfloat16", True),
     operator.truediv: ("divide", True),
-    divide_above: ("divide_above", True),
     operator.rshift: ("shift_right", False),
     torch.clamp_min: ("larger", False),
     torch.clamp_max: ("smaller", False),
@@ -78,10 +74,6 @@ class Renderer:
         """The correctly rounded quotient of two floats."""
         raise NotImplementedError
 
-    def divide_above(self, left: str, right: str, floor: str) -> str:
-        """The quotient of two floats, the second of which is at least `floor`. See `ptx_graph.divide_above`."""
-        raise NotImplementedError
-
     def shift_right(self, value: str, bits: str) -> str:
         """An integer, shifted arithmetically."""
         raise NotImplementedError
@@ -112,22 +104,6 @@ class Renderer:
 
     def quiet_nan(self, value: str) -> str:
         """A float; if it is NaN, the one without a payload. See `rounding.quiet_nan`."""
-        raise NotImplementedError
-
-    def from_bfloat16(self, pattern: str) -> str:
-        """A float from the bit pattern of BF16. See `ptx_graph.from_bfloat16`."""
-        raise NotImplementedError
-
-    def to_bfloat16(self, value: str) -> str:
-        """A float, rounded to the nearest BF16 number; NaN becomes any NaN. See `ptx_graph.to_bfloat16`."""
-        raise NotImplementedError
-
-    def add_lane(self, pattern: str, word: str, role: int) -> str:
-        """An integer, with the random bits of a role added to it. See `ptx_graph.add_lane`."""
-        raise NotImplementedError
-
-    def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
-        """A tuple of floats in which NaN is replaced. See `ptx_graph.quiet_nans`."""
         raise NotImplementedError
 
     def weyl(self, index: str, key0: str) -> str:
@@ -204,14 +180,6 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         condition, *branches = args
         floats = any_float(branches)
         return renderer.select(text(condition, False), *(text(branch, floats) for branch in branches)), floats
-
-    if target is quiet_nans:
-        values, tested = cast(tuple[tuple[fx.Node, ...], tuple[int, ...]], args)
-        return renderer.quiet_nans([value.name for value in values], tested), True
-    if target is operator.getitem:
-        return f"{args[0]}[{args[1]}]", True
-    if target is add_lane:
-        return renderer.add_lane(str(args[0]), str(args[1]), cast(int, args[2])), False
 
     floats = any_float(args)
     operands = [text(arg, floats) for arg in args if isinstance(arg, fx.Node | int | float)]

@@ -7,34 +7,24 @@ backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, fx
 
 from hf_lowprec.optim.step.fused_step import evaluate, fused_step
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
-from hf_lowprec.rounding import round_nearest, step_keys
-from hf_lowprec.rounding.nearest import nearest_pattern
-from hf_lowprec.rounding.random_bits import lane, lane_bits
-
-Expansions = Mapping[Callable[..., Tensor], Callable[..., Tensor]]
-EXPANSIONS: Expansions = {round_nearest: nearest_pattern, lane: lane_bits}
-"""Functions that would be recorded as one operation, and others whose operations are recorded in their place."""
+from hf_lowprec.rounding import step_keys
 
 
-def trace(spec: KernelSpec, expansions: Expansions = EXPANSIONS) -> fx.Graph:
+def trace(spec: KernelSpec) -> fx.Graph:
     """Trace `fused_step` for one element.
 
     Inputs: `spec.tensors`, `scalar_<name>` for `spec.all_scalars`, `index` and `spec.key_names`. Outputs: the new
     weight, then the new states in the order of `spec.states`.
-
-    Args:
-        spec: what to trace.
-        expansions: whose operations are recorded in place of some functions.
     """
-    recorder = _Recorder(expansions)
+    recorder = _Recorder()
     element = recorder.element(spec.tensors, spec.all_scalars)
     index = recorder.input("index")
     keys = dict(zip(spec.random_words, recorder.input_pairs(spec.key_names), strict=True))
@@ -86,28 +76,15 @@ class _Element:
     scalars: dict[str, Tensor]
 
 
-class _Tracer(fx.proxy.GraphAppendingTracer):
-    """Records operations, and in place of some functions those of their `expansions`."""
-
-    def __init__(self, graph: fx.Graph, expansions: Expansions) -> None:
-        super().__init__(graph)
-        self._expansions = expansions
-
-    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
-        if target in self._expansions:
-            return self._expansions[target](*args)
-        return super().create_proxy(kind, target, args, *rest, **options)
-
-
 class _Recorder:
     """Creates symbolic inputs and records the operations applied to them.
 
     The inputs are `fx.Proxy` objects. They are typed as tensors because the traced functions are written for tensors.
     """
 
-    def __init__(self, expansions: Expansions = EXPANSIONS) -> None:
+    def __init__(self) -> None:
         self._graph = fx.Graph()
-        self._tracer = _Tracer(self._graph, expansions)
+        self._tracer = fx.proxy.GraphAppendingTracer(self._graph)
 
     def input(self, name: str) -> Tensor:
         return cast(Tensor, fx.Proxy(self._graph.placeholder(name), self._tracer))

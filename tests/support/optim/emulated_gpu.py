@@ -66,7 +66,6 @@ class EmulatedGpu:
             patch.setattr(triton_launch, "TritonStep", Step)
             patch.setattr(triton_launch, "kernels", kernels)
             patch.setattr(triton_launch, "check_available", lambda device: None)
-            patch.setattr(triton_launch, "_ptx", lambda device: triton_launch.inlined_ptx(self.capability))
             patch.setattr(triton_square_sum, "square_sum", self.kernel(imported, "square_sum"))
             yield
 

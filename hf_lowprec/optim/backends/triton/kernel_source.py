@@ -3,16 +3,11 @@
 Addresses come from a table, so the compiler knows nothing about their alignment: the kernel `step` promises it,
 which gives 128-bit accesses, and its chunks are those for which the promise holds. All others are stepped by
 `step_ragged`, under a mask; see `tables.py`.
-
-Whole chunks are computed by functions of their own on NVIDIA GPUs (`PTX`), with divisions, roots, conversions and tests
-for NaN in inline PTX. Their bits are the same. Kernels with states in 8 bits have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import torch
 
 from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
 from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys
@@ -24,12 +19,10 @@ from hf_lowprec.optim.backends.triton.loads import (
     load_row,
     number_elements,
 )
-from hf_lowprec.optim.backends.triton.ptx_graph import trace_for_ptx
 from hf_lowprec.optim.backends.triton.renderer import (
     LOAD,
     STORAGE,
     STORE,
-    PtxRenderer,
     TritonRenderer,
     render_formula,
 )
@@ -45,11 +38,9 @@ def render(spec: KernelSpec) -> str:
 
     The `triton` backend executes it and launches the kernels.
     """
-    ptx = PtxRenderer()
-    kernels = _render_step(spec, ptx) + ("" if spec.tensor_mean is None else render_tensor_sum(spec, ptx))
     source = _HEADER.format(description="\n# ".join(description(spec)))
     source += _render_segment_keys(spec) if spec.key_names else ""
-    return source + "".join(ptx.functions.values()) + kernels
+    return source + _render_step(spec) + ("" if spec.tensor_mean is None else render_tensor_sum(spec))
 
 
 _HEADER = """\
@@ -82,27 +73,22 @@ _STEP = """
 @triton.jit
 def step_chunk(
     {chunk_inputs},
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
 {lanes}
     for offset in range(0, CHUNK, BLOCK):
         index = first_index + offset + lanes
 {loads}
-        if PTX:
-            {outputs} = fused_step_ptx(
-                {arguments}, PTX
-            )
-        else:
-            {outputs} = fused_step(
-                {arguments}, PTX
-            )
+        {outputs} = fused_step(
+            {arguments}
+        )
 {stores}
 
 
 @triton.jit
 def step(
     chunks, segments, pointers, scalars, counts, enabled,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr = 0
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     # One optimizer step of the whole chunks of a fused group; a program computes one chunk.
     #
@@ -112,14 +98,13 @@ def step(
     # By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far.
     # enabled: 0 to leave everything as it is.
     # CHUNK: elements per chunk. BLOCK: elements per iteration.
-    # PTX: the compute capability, times 10, for which PTX is inlined; 0 if none is.
     chunk = tl.program_id(0).to(tl.int64)
 {chunk}
 {inputs_of_chunk}
     if tl.load(enabled) != 0:
         step_chunk(
             {chunk_inputs},
-            CHUNK, BLOCK, {ptx}
+            CHUNK, BLOCK
         )
 
 
@@ -147,7 +132,7 @@ def store_ragged(address, lanes, count, stored):
 @triton.jit
 def step_ragged(
     chunks, segments, pointers, scalars, counts, enabled,
-    BLOCK: tl.constexpr, PTX: tl.constexpr = 0
+    BLOCK: tl.constexpr
 ):
     # The same step of the other chunks: of at most BLOCK elements, wherever they begin.
     #
@@ -160,19 +145,14 @@ def step_ragged(
 {lanes}
     index = first_index + lanes
 {ragged_loads}
-    if {ptx}:
-        {outputs} = fused_step_ptx(
-            {ragged_arguments}, PTX
-        )
-    else:
-        {outputs} = fused_step(
-            {ragged_arguments}, 0
-        )
+    {outputs} = fused_step(
+        {ragged_arguments}
+    )
 {ragged_stores}
 """
 
 
-def _render_step(spec: KernelSpec, ptx: PtxRenderer) -> str:
+def _render_step(spec: KernelSpec) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
@@ -188,16 +168,11 @@ def _render_step(spec: KernelSpec, ptx: PtxRenderer) -> str:
 
     stored = {name: STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
     inputs = [*tensors, *scalars, "index", *keys]
-    traced, integers = "`fused_step` in step/fused_step.py", integer_inputs(spec)
-    formulas = render_formula("fused_step", traced, inputs, trace(spec), TritonRenderer(), integers)
-    # With states in 8 bits, inline PTX would save 5% of the instructions and take half as many registers again.
-    inline = not spec.per_block_tensors
-    if inline:
-        formulas += render_formula("fused_step_ptx", traced, inputs, trace_for_ptx(spec), ptx, integers)
-    return formulas + _STEP.format(
-        arguments=arguments(inputs, 16),
+    traced = "`fused_step` in step/fused_step.py"
+    formula = render_formula("fused_step", traced, inputs, trace(spec), integer_inputs(spec))
+    return formula + _STEP.format(
+        arguments=arguments(inputs, 12),
         chunk_inputs=arguments(["first_index", *(f"{name}_address" for name in tensors), *scalars, *keys], 12),
-        ptx="PTX" if inline else "0",
         outputs=", ".join(f"new_{name}" for name in output_tensors),
         n_pointers=len(tensors),
         n_scalars=len(scalars),
@@ -208,8 +183,8 @@ def _render_step(spec: KernelSpec, ptx: PtxRenderer) -> str:
         stores=indent(8, [f"tl.store({name}_ptr, {value})" for name, value in stored.items()]),
         together=_TOGETHER,
         ragged_chunk=indent(4, _load_ragged_chunk(columns)),
-        ragged_loads=indent(4, _load_ragged(spec, inline)),
-        ragged_arguments=arguments(inputs, 12),
+        ragged_loads=indent(4, _load_ragged(spec)),
+        ragged_arguments=arguments(inputs, 8),
         ragged_stores=indent(4, _store_ragged(spec, stored)),
     )
 
@@ -224,8 +199,8 @@ def _load_ragged_chunk(columns: Sequence[str]) -> list[str]:
     return load_row("chunks", "chunk", RAGGED_COLUMNS) + load_row("segments", "segment", columns, known)
 
 
-def _load_ragged(spec: KernelSpec, inline: bool) -> list[str]:
-    """Statements that load the elements of a ragged chunk, FP32 or int32; with inline PTX, BF16 as it is stored."""
+def _load_ragged(spec: KernelSpec) -> list[str]:
+    """Statements that load the elements of a ragged chunk, FP32 or int32."""
     lines = []
     for name, dtype in spec.tensors.items():
         storage = f"tl.{STORAGE[dtype]}"
@@ -235,9 +210,7 @@ def _load_ragged(spec: KernelSpec, inline: bool) -> list[str]:
         else:
             lines.append(f"{name}_stored = load_ragged({name}_address, lanes, count, {storage})")
     for name, dtype in spec.tensors.items():
-        value = LOAD[dtype].format(f"{name}_stored")
-        as_stored = inline and dtype == torch.bfloat16
-        lines.append(f"{name} = {f'{name}_stored if PTX else {value}' if as_stored else value}")
+        lines.append(f"{name} = {LOAD[dtype].format(f'{name}_stored')}")
     return lines
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_lowprec.optim.backends.triton.availability import TritonError, check_available, is_interpreted
+from hf_lowprec.optim.backends.triton.availability import TritonError, check_available
 from hf_lowprec.optim.backends.triton.kernel_source import render
 from hf_lowprec.optim.backends.triton.tables import ChunkTables, DeviceTables
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -33,16 +33,6 @@ CHUNK = 8 * BLOCK
 TAIL = BLOCK // 4
 """Elements per iteration of a `tensor_sum` whose accesses are masked and narrow; few, so that it needs no extra
 registers."""
-INLINED_PTX = (80, 100)
-"""Compute capabilities, times 10, from which on PTX is inlined; see `inline_ptx.py`."""
-MAX_REGISTERS = {8: 64, 10: 72}
-"""Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
-for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.
-"""
-SUM_REGISTERS = 56
-"""Registers of a thread that sums a `tensor_mean` formula with inlined PTX: room for 36 warps per multiprocessor. These
-kernels are short, so they mostly wait for what they load. With FP32 numbers or states in 8 bits, some would be spilled.
-"""
 WAVES_PER_SIMD = 4
 """Wavefronts for which a SIMD unit of AMD's data-center GPUs has registers, with states in 8 bits: 128 for each thread.
 The compiler would take a few more, and save no instructions. With 8 bytes per element or less, it takes far fewer.
@@ -187,46 +177,15 @@ class _KernelOptions(NamedTuple):
 def _kernel_options(spec: KernelSpec, device: torch.device) -> _KernelOptions:
     import triton.language as tl
 
-    ptx = _ptx(device)
     common = {"BLOCK": BLOCK, "num_warps": _warps(device), "enable_fp_fusion": False}
     dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     gradients = {"DTYPE": dtypes[spec.grad_dtype], "COLUMNS": len(segment_columns(spec)), "TENSORS": len(spec.tensors)}
     return _KernelOptions(
-        step={**common, "PTX": ptx, "CHUNK": CHUNK, **_register_options(spec, ptx, device)},
-        step_ragged={**common, "PTX": ptx},
-        tensor_sum={**common, "PTX": ptx, "CHUNK": CHUNK, "TAIL": TAIL}
-        | ({"maxnreg": max_sum_registers(spec)} if ptx else {}),
+        step={**common, "CHUNK": CHUNK} | ({"waves_per_eu": waves_per_simd(spec)} if _warp_size(device) == 64 else {}),
+        step_ragged=common,
+        tensor_sum={**common, "CHUNK": CHUNK, "TAIL": TAIL},
         square_sum={**common, "CHUNK": CHUNK, **gradients},
     )
-
-
-def _ptx(device: torch.device) -> int:
-    """The constant `PTX` of the rendered kernels."""
-    if device.type != "cuda" or torch.version.hip is not None or is_interpreted():
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return inlined_ptx(10 * major + minor)
-
-
-def inlined_ptx(capability: int) -> int:
-    """The constant `PTX` of the rendered kernels for NVIDIA GPUs of a compute capability (90 is 9.0)."""
-    return max(least for least in (0, *INLINED_PTX) if least <= capability)
-
-
-def max_registers(spec: KernelSpec) -> int | None:
-    """Registers of a thread that steps whole chunks on an NVIDIA GPU; None where the compiler is free to choose."""
-    dtypes = spec.tensors.values()
-    if spec.per_block_tensors or torch.float16 in dtypes:  # without inlined PTX; FP16 is FP32 from the beginning
-        return None
-    read = sum(dtype.itemsize for dtype in dtypes)
-    if ("decoupled", False) in spec.options:  # the weight is also a part of the gradient, in a register of its own
-        read += spec.param_dtype.itemsize
-    return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
-
-
-def max_sum_registers(spec: KernelSpec) -> int | None:
-    """Registers of a thread of `tensor_sum` on an NVIDIA GPU; None where the compiler is free to choose."""
-    return None if spec.per_block_tensors or torch.float32 in spec.tensors.values() else SUM_REGISTERS
 
 
 def waves_per_simd(spec: KernelSpec) -> int:
@@ -235,13 +194,6 @@ def waves_per_simd(spec: KernelSpec) -> int:
     """
     read = sum(dtype.itemsize for dtype in spec.tensors.values())
     return WAVES_PER_SIMD if spec.per_block_tensors and read > 8 else 0
-
-
-def _register_options(spec: KernelSpec, ptx: int, device: torch.device) -> dict[str, int | None]:
-    """The options that limit the registers of a thread that steps whole chunks, with the constant `PTX`."""
-    if ptx:
-        return {"maxnreg": max_registers(spec)}
-    return {"waves_per_eu": waves_per_simd(spec)} if _warp_size(device) == 64 else {}
 
 
 def _warps(device: torch.device) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-import torch
-
 from hf_lowprec.optim.backends.renderer import indent
 from hf_lowprec.optim.backends.triton.renderer import LOAD, STORAGE
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
@@ -62,8 +60,5 @@ def load_elements(spec: KernelSpec, names: Iterable[str], masked: bool) -> str:
         pointers.append(f"{name}_ptr = {pointer} + {places}")
         load = f"tl.load({name}_ptr{f', mask={mask}, other=0' if masked else ''})"
         values.append(f"{name}_stored = {load}")
-        value = LOAD[dtype].format(f"{name}_stored")
-        if dtype == torch.bfloat16 and not masked:
-            value = f"{name}_stored if PTX else {value}"
-        converted.append(f"{name} = {value}")
+        converted.append(f"{name} = {LOAD[dtype].format(f'{name}_stored')}")
     return indent(8, pointers + values + converted)

@@ -1,4 +1,4 @@
-"""The renderers for Triton, and how the elements of tensors are stored, loaded and stored again.
+"""The renderer for Triton, and how the elements of tensors are stored, loaded and stored again.
 
 BF16 is loaded and stored as 16-bit integers, so that neither the compiler nor Triton's interpreter rounds it a second
 time.
@@ -12,17 +12,6 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.backends.renderer import Renderer, arguments, indent, statements
-from hf_lowprec.optim.backends.triton.inline_ptx import (
-    ADD_LANE,
-    DIVISION,
-    FROM_BFLOAT16,
-    ROOT,
-    TO_BFLOAT16,
-    FastPath,
-    InlinePtx,
-    fast_path,
-    quiet_nans,
-)
 from hf_lowprec.rounding.random_bits import GOLDEN
 
 # How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
@@ -95,88 +84,11 @@ class TritonRenderer(Renderer):
         return f"tl.max({value}, axis=1, keep_dims=True)"
 
 
-class PtxRenderer(TritonRenderer):
-    """Renders divisions, roots, and what concerns NaN and BF16, as calls of functions with inline PTX.
-
-    Attributes:
-        functions: the sources of these functions by name.
-    """
-
-    def __init__(self) -> None:
-        self.functions: dict[str, str] = {}
-
-    def divide(self, left: str, right: str) -> str:
-        return self._fast_path("inline_divide", DIVISION, "tl.div_rn(a, b)", [left, right])
-
-    def divide_above(self, left: str, right: str, floor: str) -> str:
-        return self._fast_path("inline_divide_above", DIVISION, "tl.div_rn(a, b)", [left, right, floor], bounded="b")
-
-    def sqrt_rn(self, value: str) -> str:
-        return self._fast_path("inline_sqrt_rn", ROOT, "tl.sqrt_rn(v)", [value])
-
-    def from_bfloat16(self, pattern: str) -> str:
-        return self._call("inline_from_bfloat16", FROM_BFLOAT16, [pattern]) + "[0]"
-
-    def to_bfloat16(self, value: str) -> str:
-        return self._call("inline_to_bfloat16", TO_BFLOAT16, [value]) + "[0]"
-
-    def add_lane(self, pattern: str, word: str, role: int) -> str:
-        return self._call(f"inline_add_lane_{role % 3}", ADD_LANE[role % 3], [pattern, word]) + "[0]"
-
-    def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
-        name = f"inline_quiet_nans_{len(values)}_by_{'_'.join(map(str, tested))}"
-        return self._call(name, quiet_nans(len(values), tested), values)
-
-    def _call(self, name: str, ptx: InlinePtx, operands: Sequence[str]) -> str:
-        self.functions[name] = _FUNCTION.format(name=name, inputs=", ".join(ptx.inputs), ptx=_inline(ptx))
-        return f"{name}({', '.join(operands)})"
-
-    def _fast_path(
-        self, name: str, path: FastPath, of_scalars: str, operands: Sequence[str], bounded: str | None = None
-    ) -> str:
-        single, paired = (fast_path(path, in_pairs, bounded) for in_pairs in (False, True))
-        self.functions[name] = _FAST_PATH.format(
-            name=name,
-            inputs=", ".join(single.inputs),
-            last=path.inputs[-1],
-            of_scalars=of_scalars,
-            single=_inline(single),
-            paired=_inline(paired),
-        )
-        return f"{name}({', '.join(operands)}, PTX)"
-
-
-_FUNCTION = """
-
-@triton.jit
-def {name}({inputs}):
-    return {ptx}
-"""
-_FAST_PATH = """
-
-@triton.jit
-def {name}({inputs}, PTX: tl.constexpr):
-    if len({last}.shape) == 0:
-        return {of_scalars}
-    elif PTX >= 100:
-        return {paired}[0]
-    else:
-        return {single}[0]
-"""
-
-
-def _inline(ptx: InlinePtx) -> str:
-    """The expression that runs some PTX on the tensors that are called as its inputs, and returns a tuple."""
-    dtypes = f"tl.{ptx.dtype}, " * ptx.outputs
-    operands = f'"{ptx.constraints}", [{", ".join(ptx.inputs)}], ({dtypes}), is_pure=True, pack={ptx.elements}'
-    return f'tl.inline_asm_elementwise("""\n{ptx.assembly}\n""", {operands})'
-
-
 _FORMULA = """
 
 @triton.jit
 def {name}(
-    {inputs}, PTX: tl.constexpr
+    {inputs}
 ):
     # BLOCK elements: the operations traced from {traced}.
 {body}
@@ -184,11 +96,9 @@ def {name}(
 """
 
 
-def render_formula(
-    name: str, traced: str, inputs: Sequence[str], graph: fx.Graph, renderer: Renderer, integers: Collection[str]
-) -> str:
+def render_formula(name: str, traced: str, inputs: Sequence[str], graph: fx.Graph, integers: Collection[str]) -> str:
     """Render a function that performs the operations of `graph`, which is a trace of `traced`."""
-    lines, results = statements(graph, renderer, integers)
+    lines, results = statements(graph, TritonRenderer(), integers)
     return _FORMULA.format(
         name=name, traced=traced, inputs=arguments(inputs, 4), body=indent(4, lines), results=", ".join(results)
     )

@@ -16,8 +16,8 @@ from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.step.fused_group import FusedGroup
 
-_RESERVE = 4
-"""The number of pinned tables that are kept ready: each capture that needs pointers uses one."""
+_RESERVE = 16
+"""Pinned tables that are kept ready, at least: each step or norm in a graph takes one."""
 
 
 class StepTables(NamedTuple):
@@ -156,8 +156,9 @@ class DeviceTables:
             pinned = self._pinned_reserve.pop().copy_(pointers)
             self._captured_pointers.append(pinned)
             return pinned.to(device, non_blocking=True)
-        while device.type == "cuda" and len(self._pinned_reserve) < _RESERVE:
-            self._pinned_reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
+        if device.type == "cuda" and len(self._pinned_reserve) < _RESERVE:
+            block = torch.empty((_RESERVE, *pointers.shape), dtype=pointers.dtype, device="cpu", pin_memory=True)
+            self._pinned_reserve += block.unbind()
         if self._sent_pointers is None or not torch.equal(self._sent_pointers.host, pointers):
             pointers = pointers.clone()  # the fused group writes its next ones over these
             self._sent_pointers = _SentPointers(pointers, *_upload(device, pointers))

@@ -13,8 +13,7 @@ from hf_lowprec.optim.backends.triton.loads import (
     load_row,
     number_elements,
 )
-from hf_lowprec.optim.backends.triton.ptx_graph import convert_on_use
-from hf_lowprec.optim.backends.triton.renderer import PtxRenderer, TritonRenderer, render_formula
+from hf_lowprec.optim.backends.triton.renderer import render_formula
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -27,7 +26,7 @@ from hf_lowprec.optim.backends.triton.square_sum import sum_of_pairs, two_sum
 @triton.jit
 def sum_aligned_chunk(
     {chunk_inputs},
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
 {lanes}
     # Pairs of FP32 numbers, as in `square_sum`, since many GPUs have few units for FP64.
@@ -35,11 +34,7 @@ def sum_aligned_chunk(
     low = tl.zeros(lanes.shape, tl.float32)
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
-        if PTX:
-            term = tensor_mean_term_ptx({inputs}, PTX)
-        else:
-            term = tensor_mean_term({inputs}, PTX)
-        high, error = two_sum(high, term)
+        high, error = two_sum(high, tensor_mean_term({inputs}))
         low += error
     return sum_of_pairs(high, low, BLOCK)
 
@@ -54,14 +49,14 @@ def sum_masked_chunk(
     for offset in range(0, count, BLOCK):
 {masks}
 {masked_loads}
-        total += tl.where(mask, tensor_mean_term({inputs}, 0).to(tl.float64), 0.0)
+        total += tl.where(mask, tensor_mean_term({inputs}).to(tl.float64), 0.0)
     return tl.sum(total)
 
 
 @triton.jit
 def tensor_sum(
     chunks, segments, pointers, scalars, sums,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = 0
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
     # The FP64 sum of `tensor_mean_term` over each chunk, which has CHUNK elements or ends with its segment. The tables
     # are those of `step`, with {n_scalars} scalars each. TAIL: elements per iteration under a mask.
@@ -72,7 +67,7 @@ def tensor_sum(
     if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
         tl.store(sums + chunk, sum_aligned_chunk(
             {chunk_inputs},
-            CHUNK, BLOCK, PTX
+            CHUNK, BLOCK
         ))
     else:
         tl.store(sums + chunk, sum_masked_chunk(
@@ -82,22 +77,19 @@ def tensor_sum(
 """
 
 
-def render_tensor_sum(spec: KernelSpec, ptx: PtxRenderer) -> str:
+def render_tensor_sum(spec: KernelSpec) -> str:
     """The Python source of the kernel `tensor_sum`, which needs the header of `triton_source.render`.
 
     Args:
         spec: its algorithm must have a `tensor_mean` formula.
-        ptx: renders the formula for NVIDIA GPUs; the functions that it collects belong before the kernel.
     """
     graph = trace_tensor_mean(spec)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
     addresses, columns = [f"{name}_address" for name in used_tensors], segment_columns(spec)
     inputs, traced = [*used_tensors, *used_scalars], "the algorithm's `tensor_mean` formula"
-    formulas = render_formula("tensor_mean_term", traced, inputs, graph, TritonRenderer(), spec.integer_tensors)
-    for_ptx = convert_on_use(trace_tensor_mean(spec), spec)
-    formulas += render_formula("tensor_mean_term_ptx", traced, inputs, for_ptx, ptx, spec.integer_tensors)
-    return formulas + _TENSOR_SUM.format(
+    formula = render_formula("tensor_mean_term", traced, inputs, graph, spec.integer_tensors)
+    return formula + _TENSOR_SUM.format(
         inputs=arguments(inputs, 16),
         chunk_inputs=arguments([*addresses, *used_scalars], 12),
         addresses=_aligned(spec, used_tensors),
