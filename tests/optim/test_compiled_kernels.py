@@ -16,7 +16,6 @@ from tests.support.optim.emulated_gpu import CAPABILITIES, EmulatedGpu
 from tests.support.optim.every_kind_of_value import EVERY_MODE, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
 from tests.support.optim.fp64_sums import BOUND
-from tests.support.optim.ptx_interpreter import APPROXIMATIONS
 from tests.support.triton_available import require_triton
 
 require_triton()
@@ -32,11 +31,9 @@ CASES = [*itertools.product(NAMES, EVERY_MODE), ("SGD", CLIPPED)]
     ("name", "mode"), [pytest.param(*case, id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}") for case in CASES]
 )
 def test_a_step_has_the_same_bits(name, mode, capability):
-    """Whatever approximations give within their error: each case takes one choice of four."""
-    approximation = APPROXIMATIONS[(CASES.index((name, mode)) + capability // 10) % len(APPROXIMATIONS)]
     dtype, options = mode
     options = {**OPTIONS[name][0], **options}
-    gpu = EmulatedGpu(capability, approximation)
+    gpu = EmulatedGpu(capability)
     with gpu.steps():
         stepped = trained(name, dtype, "triton", **options)
     assert gpu.launches["step"] >= 3 or name == "Muon"  # its matrices
@@ -86,13 +83,10 @@ FAULTS = {
     "a misaligned load": replace_all(r"(ld\.global\.v4\.b32 .*\[ %rd\d+ \+ )0", r"\g<1>2"),
     "the first chunk for every program": replace_all(r"mov\.u32 (.*), %ctaid\.x", r"mov.u32 \1, 0"),
     "scalars of each other": swap_scalars,
-    "random bits of half of the elements": replace_all("low, 0x001", "low, 0x000"),
-    "random bits of another role": replace_all(r"shr\.b32 high, high, 1;\n", ""),
+    "a random bit less": replace_all(r"(and\.b32 .*), 65535", r"\1, 65534"),
     "another constant of the random words": replace_all("-1640531527", "-1640531525"),
-    "no test for NaN": replace_all("@!found bra", "bra"),
+    "no test for NaN": replace_all(r"setp\.nan\.f32", "setp.lt.f32"),
     "subnormal products flushed": replace_all(r"mul\.rn\.f32", "mul.rn.ftz.f32"),
-    "no last operation of a division": replace_all(r"fma\.rn\.f32 q_(\d), .*;", r"mov.f32 q_\1, q0_\1;"),
-    "no last operation of a root": replace_all(r"fma\.rn\.f32 s_(\d), .*;", r"mov.f32 s_\1, s0_\1;"),
 }
 """Changes of the compiled kernels, each of which must be seen."""
 
@@ -112,7 +106,7 @@ def test_planted_faults_are_found(change, unchanged):
         changed.append(change(ptx) != ptx)
         return change(ptx)
 
-    with EmulatedGpu(90, "exact", planted).steps():
+    with EmulatedGpu(90, planted).steps():
         try:
             found = not same(trained("AdamW", BF16, "triton", rounding="kahan"), unchanged)
         except AssertionError as error:

@@ -22,7 +22,7 @@ from tests.support.triton_available import InPlaceOfAKernel
 
 CAPABILITIES = (80, 90, 100, 120)
 _TYPES = {torch.int64: "*i64", torch.int32: "*i32", torch.float32: "*fp32", torch.float64: "*fp64"}
-_OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg")
+_OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
 class EmulatedGpu:
@@ -30,13 +30,12 @@ class EmulatedGpu:
 
     Attributes:
         tensors: returns all memory that a launch may access, besides its arguments.
-        approximation: what approximate instructions give; see `ptx_interpreter.APPROXIMATIONS`.
         change: changes the PTX of every kernel, to plant faults.
         launches: how often each kernel was launched, by name.
     """
 
-    def __init__(self, capability: int, approximation: str = "exact", change: Callable[[str], str] = str) -> None:
-        self.capability, self.approximation, self.change = capability, approximation, change
+    def __init__(self, capability: int, change: Callable[[str], str] = str) -> None:
+        self.capability, self.change = capability, change
         self.tensors: Callable[[], Iterable[Tensor]] = tuple
         self.launches: Counter[str] = Counter()
 
@@ -93,5 +92,5 @@ class _Kernel(InPlaceOfAKernel):
         program = _program(self._gpu.change(ptx), shared)
         memory = [*tensors, *self._gpu.tensors()]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        ptx_interpreter.run(program, blocks, addresses, memory, self._gpu.approximation)
+        ptx_interpreter.run(program, blocks, addresses, memory)
         self._gpu.launches[self._name] += 1

@@ -11,7 +11,7 @@ def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for param in params_of(optimizer):
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = torch.randn(param.shape, generator=generator, device="cpu").to(param)
         optimizer.step()
 
 

@@ -19,11 +19,6 @@ import numpy as np
 from torch import Tensor
 
 WARP = 32
-APPROXIMATIONS = ("exact", "lowest", "highest", "random")
-"""The results of approximate instructions: the exact one, rounded, or a number within the documented error."""
-_ERRORS = {"rcp": lambda exact: 2.0 ** (np.frexp(exact)[1] - 24.0), "rsqrt": lambda exact: exact * 2.0**-22.9}
-"""The most by which an approximation differs from the exact result: an ulp, and a share of it (PTX ISA, 9.7.3)."""
-_FUNCTIONS = {"rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x)}
 _DTYPES = {
     **{"pred": np.bool_, "b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64},
     **{"u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64},
@@ -114,7 +109,7 @@ class Program:
         return self._widths[register]
 
 
-def run(program: Program, blocks: int, arguments: Iterable[int], tensors: Iterable[Tensor], approximation: str) -> None:
+def run(program: Program, blocks: int, arguments: Iterable[int], tensors: Iterable[Tensor]) -> None:
     """Execute a launch.
 
     Args:
@@ -122,10 +117,9 @@ def run(program: Program, blocks: int, arguments: Iterable[int], tensors: Iterab
         blocks: how many, in one dimension.
         arguments: the values of its parameters.
         tensors: all memory that it may access, besides shared memory.
-        approximation: one of `APPROXIMATIONS`.
     """
     with np.errstate(all="ignore"):
-        _Launch(program, blocks, arguments, _Memory(tensors), approximation).run()
+        _Launch(program, blocks, arguments, _Memory(tensors)).run()
 
 
 class _Memory:
@@ -167,10 +161,8 @@ class _Memory:
 
 
 class _Launch:
-    def __init__(
-        self, program: Program, blocks: int, arguments: Iterable[int], memory: _Memory, approximation: str
-    ) -> None:
-        self._program, self._memory, self._approximation = program, memory, approximation
+    def __init__(self, program: Program, blocks: int, arguments: Iterable[int], memory: _Memory) -> None:
+        self._program, self._memory = program, memory
         self._threads = blocks * program.threads
         thread = np.arange(self._threads, dtype=np.uint32)
         self._block = (thread // program.threads).astype(np.int64)
@@ -183,7 +175,6 @@ class _Launch:
         padded = [*arguments, *[0] * len(program.parameters)]  # Triton's own parameters come last
         for name, value in zip(program.parameters, padded, strict=False):
             self._registers[name] = np.full(self._threads, value, np.uint64)
-        self._generator = np.random.default_rng(0)
 
     def run(self) -> None:
         """Execute until all threads have returned."""
@@ -266,31 +257,16 @@ class _Launch:
             self._move_parts(modifiers[-1], *operands, chosen, every)
         else:
             sources, compute = _decoded(opcode)
-            if name in ("rcp", "rsqrt"):
-                compute = functools.partial(compute, approximate=self._approximate)
             if name == "shfl":
                 self._together(chosen, WARP)
             if len(sources) != len(operands) - 1:
                 raise NotImplementedError(f"{opcode} with {len(operands)} operands")
             values = [self.read(operand, kind) for operand, kind in zip(operands[1:], sources, strict=True)]
-            self.write(operands[0], compute(*values), chosen, every)
-
-    def _approximate(self, name: str, x: np.ndarray) -> np.ndarray:
-        exact = _FUNCTIONS[name](x.astype(np.float64))
-        nearest = exact.astype(np.float32)
-        if self._approximation == "exact":
-            return nearest
-        magnitude = np.abs(exact)
-        error = _ERRORS[name](magnitude)
-        least, most = (magnitude - error).astype(np.float32), (magnitude + error).astype(np.float32)
-        least = np.where(least < magnitude - error, np.nextafter(least, np.float32(np.inf)), least).view(np.uint32)
-        most = np.where(most > magnitude + error, np.nextafter(most, np.float32(0)), most).view(np.uint32)
-        if self._approximation == "random":
-            chosen = least + (self._generator.random(x.shape) * (most - least + 1.0)).astype(np.uint32)
-        else:
-            chosen = least if self._approximation == "lowest" else most
-        found = np.copysign(chosen.view(np.float32), nearest)
-        return np.where(np.isfinite(nearest) & (nearest != 0), found, nearest)
+            result = compute(*values)
+            targets = operands[0].split("|") if isinstance(operands[0], str) else operands[:1]
+            # A comparison of two pairs has two results.
+            for target, value in zip(targets, result.T if len(targets) > 1 else [result], strict=True):
+                self.write(target, value, chosen, every)
 
     def _together(self, chosen: np.ndarray, threads: int) -> None:
         arrived = chosen.reshape(-1, threads)
@@ -415,8 +391,6 @@ def _decoded(opcode: str) -> tuple[tuple[str, ...], Callable[..., np.ndarray]]:
             return (kind, "s32", "s32"), lambda a, first, count: a >> first << 32 - count >> 32 - count
         case "prmt", [] if kind == "b32":
             return (kind, kind, "u32"), _permute
-        case "dp2a", ["lo", "u32"] if kind == "u32":
-            return (kind, kind, kind), lambda a, b, c: (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + c
         case "selp", []:
             return (kind, kind, "pred"), lambda a, b, condition: np.where(condition, a, b)
         case "setp", [comparison] if comparison in _COMPARISONS:
@@ -427,6 +401,8 @@ def _decoded(opcode: str) -> tuple[tuple[str, ...], Callable[..., np.ndarray]]:
             return (kind,), lambda a: a.astype(_DTYPES[to])
         case "cvt", [to] if (to, kind) in (("f32", "f16"), ("f64", "f32")):
             return (kind,), lambda a: _with_one_nan(a.astype(_DTYPES[to]))
+        case "cvt", ["rn", "f16"] if kind == "f32":
+            return (kind,), lambda a: _with_one_nan(a.astype(np.float16))
         case "cvt", ["rn", "f16x2"] if kind == "f32":
             return (kind, kind), lambda a, b: _pair(
                 *(_with_one_nan(x.astype(np.float16)).view(np.uint16) for x in (a, b))
@@ -437,8 +413,6 @@ def _decoded(opcode: str) -> tuple[tuple[str, ...], Callable[..., np.ndarray]]:
             return (kind, "u32", "u32", "u32"), _butterfly
         case "min" | "max", ["NaN"] | [] if kind == "f32":
             return (kind, kind), functools.partial(_extreme, largest=name == "max", keeps_nan=bool(modifiers))
-        case "rcp" | "rsqrt", ["approx", "ftz"] if kind == "f32":
-            return (kind,), lambda x, approximate: _flushed(_with_one_nan(approximate(name, _flushed(x))))
         case "sqrt", ["rn"] if is_float:
             return (kind,), lambda a: _with_one_nan(np.sqrt(a))
         case "add" | "sub", ["rn", "f32"] if kind == "f16":
