@@ -8,11 +8,13 @@ import re
 import sys
 from collections.abc import Callable
 from statistics import mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from tests.support.docs.pages import ROOT, pages
+from tests.support.command_output import hf_lowprec
+from tests.support.docs.pages import ROOT, blocks, pages
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -222,6 +224,35 @@ def gpus() -> list[dict[str, Any]]:
     return [result(f"gpu-step-{name}") for name in ("h100", "h200")]
 
 
+def fit(page: str, *words: object) -> tuple[dict[str, Any], str]:
+    """What `estimate --fit` finds for the configuration that the first block of a page writes, and what it prints."""
+    source = blocks(ROOT / page)[0].text
+    (name,) = re.findall(r'save_pretrained\("(.*)"\)', source)
+    with TemporaryDirectory() as folder:
+        exec(source.replace(f'"{name}"', repr(folder)), {})
+        command = "estimate", folder, "--fit", *words
+        data = json.loads(hf_lowprec(*command, "--json").output)
+        return data, " ".join(hf_lowprec(*command).output.replace(folder, name).split())
+
+
+def one_gpu() -> list[str]:
+    page, found = "docs/guides/8b-on-one-gpu.md", []
+    gib = {memory: fit(page, "--gpu-memory", memory) for memory in (80, 48, 24, 16)}
+    for memory, words in ((80, "split, the [recommended"), (48, "split24, 8-bit states, gradient release |")):
+        data, text = gib[memory]
+        found += [f"| {memory} GB | {words}", f"| {data['settings'][data['best']]['peak_per_gpu'] / 2**30:.2f} |"]
+        assert f"→ {words.partition(',')[0]}" in text
+    for memory in (24, 16):
+        missing = min(setting["missing"] for setting in gib[memory][0]["settings"]) / 2**30
+        found.append(f"| {memory} GB | none: {missing:.2f} GiB are missing")
+    _, split, *_, least = gib[80][0]["settings"]
+    found += [f"takes {split['checkpoint'] / 2**30:.2f} GiB with split weights, {least['checkpoint'] / 2**30:.2f} GiB"]
+    found += [f"{gib[80][0]['load_in_fp32'] / 2**30:.2f} GiB for the model in FP32", gib[80][1]]
+    _, split, in_8_bits, *_ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)[0]["settings"]
+    peaks = (f"{setting['peak_per_gpu'] / 2**30:.2f} GiB" for setting in (split, in_8_bits))
+    return [*found, f"the peak is {', and '.join(peaks)} with 8-bit states"]
+
+
 def requirements() -> list[str]:
     needs = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["trainer"]
     least = {re.split(r"\W", need)[0]: need.partition(">=")[2] for need in needs}
@@ -253,6 +284,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/gpu-step.md", steps_on_gpus),
     ("docs/performance/gpu-step.md", training_on_gpus),
     ("docs/guides/distributed.md", micro_batches),
+    ("docs/guides/8b-on-one-gpu.md", one_gpu),
     ("docs/performance/training.md", table("gradient_release", "gradient-release")),
     ("docs/performance/training.md", table("checkpoint_checksums", "checkpoint-checksums")),
     ("docs/performance/training.md", table("import_time", "import-time")),
