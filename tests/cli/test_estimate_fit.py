@@ -46,16 +46,19 @@ def test_what_is_missing_is_said_if_nothing_fits(folder):
     assert "LoRA of rank 2 takes 0.00 GiB per GPU" in result.output
 
 
+@pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.title)
-def test_the_lines_to_paste_train(tmp_path, capsys, option):
-    print_table("title", Fit([Setting(option, 4, 1, GIB, -1, GIB)], GIB, GIB), 80, lora=16)
+def test_the_lines_to_paste_train(tmp_path, capsys, option, sync):
+    print_table("title", Fit([Setting(option, 4, 1, sync, GIB, -1, GIB)], GIB, GIB), 80, lora=16)
     printed = capsys.readouterr().out
     assert ("use a warmup" in printed) == ("clip=delayed" in option.optim_args)
     names = {"TrainingArguments": lambda **settings: arguments(**{**settings, "tmp_path": tmp_path, "max_steps": 1})}
     source = printed[printed.index("args = ") :].replace('output_dir="out",', "")
     exec(source, names)
     assert isinstance(names["args"], TrainingArguments) and names["args"].per_device_train_batch_size == 4
-    Trainer(llama(), names["args"], train_dataset=counting_data(4)).train()
+    trainer = Trainer(llama(), names["args"], train_dataset=counting_data(4))
+    assert trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False) == sync
+    trainer.train()
 
 
 def test_arguments_that_fit_cannot_use(folder, tmp_path):

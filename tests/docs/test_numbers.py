@@ -226,7 +226,7 @@ def gpus() -> list[dict[str, Any]]:
 
 def fit(page: str, *words: object) -> tuple[dict[str, Any], str]:
     """What `estimate --fit` finds for the configuration that the first block of a page writes, and what it prints."""
-    source = blocks(ROOT / page)[0].text
+    source = next(block.text for block in blocks(ROOT / page) if "LlamaConfig(" in block.text)
     (name,) = re.findall(r'save_pretrained\("(.*)"\)', source)
     with TemporaryDirectory() as folder:
         exec(source.replace(f'"{name}"', repr(folder)), {})
@@ -251,6 +251,20 @@ def one_gpu() -> list[str]:
     _, split, in_8_bits, *_ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)[0]["settings"]
     peaks = (f"{setting['peak_per_gpu'] / 2**30:.2f} GiB" for setting in (split, in_8_bits))
     return [*found, f"the peak is {', and '.join(peaks)} with 8-bit states"]
+
+
+def many_gpus() -> list[str]:
+    page = "docs/guides/64-gpus.md"
+    options = "--gpus", 64, "--gpu-memory", 80
+    large, _ = fit(page, *options, "--batch-size", 4)
+    sums = ("--gradient-accumulation-steps", 4)
+    shards, (whole, _) = fit(page, *options, *sums)[0], fit(page, "--gpus", 64, "--gpu-memory", 1000, *sums)
+    of_split = {"4 sequences per GPU": large, "`sync_each_batch`": shards, "whole gradients": whole}
+    peaks = {words: data["settings"][1]["peak_per_gpu"] / 2**30 for words, data in of_split.items()}
+    found = [f"{words} | {peak:.2f} |" for words, peak in peaks.items()]
+    found += [f"every GPU, {peaks['whole gradients'] - peaks['`sync_each_batch`']:.2f} GiB"]
+    sizes = (f"{size / 2**30:.2f} GiB" for size in (large["settings"][1]["checkpoint"], large["load_in_fp32"]))
+    return [*found, "takes {}, and loading in FP32 {}".format(*sizes)]
 
 
 def requirements() -> list[str]:
@@ -284,13 +298,22 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/gpu-step.md", steps_on_gpus),
     ("docs/performance/gpu-step.md", training_on_gpus),
     ("docs/guides/distributed.md", micro_batches),
-    ("docs/guides/8b-on-one-gpu.md", one_gpu),
     ("docs/performance/training.md", table("gradient_release", "gradient-release")),
     ("docs/performance/training.md", table("checkpoint_checksums", "checkpoint-checksums")),
     ("docs/performance/training.md", table("import_time", "import-time")),
     ("docs/performance/training.md", import_times),
 ]
 """Pages, and what must be in them."""
+
+
+ESTIMATES = [("docs/guides/8b-on-one-gpu.md", one_gpu), ("docs/guides/64-gpus.md", many_gpus)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "texts"), ESTIMATES, ids=[page for page, _ in ESTIMATES])
+def test_a_page_says_what_is_estimated(page: str, texts: Callable[[], list[str]]) -> None:
+    content = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert [text for text in texts() if text not in content] == []
 
 
 @pytest.mark.parametrize(("page", "texts"), TEXTS, ids=[page for page, _ in TEXTS])

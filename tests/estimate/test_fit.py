@@ -10,6 +10,7 @@ from hf_lowprec.tools.estimate.activations import choose_attention, estimate_act
 from hf_lowprec.tools.estimate.fit import OPTIONS, RESERVE, find_fit
 from hf_lowprec.tools.estimate.rows import low_precision_row
 from tests.support.docs.pages import ROOT
+from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import llama, trained
 
 OPTION = {option.title: option for option in OPTIONS}
@@ -50,6 +51,22 @@ def test_a_step_sees_the_same_sequences_and_releases_no_sums():
     assert all(setting.option.gradient_checkpointing for setting in fit(1 << 40, checkpointing=True).settings)
 
 
+def test_shards_of_gradients_are_summed_where_whole_ones_do_not_fit():
+    whole, shards = (fit(room, gpus=64, batch_size=1, steps=2).settings[1] for room in (1 << 40, RESERVE))
+    assert (whole.sync_each_batch, shards.sync_each_batch) == (False, True)
+    gradients = sum(param.nbytes // 2 for param in build().parameters())
+    assert gradients < whole.peak - shards.peak < 1.05 * gradients  # norms' are FP32
+    assert not fit(RESERVE, gpus=64, batch_size=1).settings[1].sync_each_batch
+
+
+@pytest.mark.distributed
+def test_fsdp2_keeps_shards_if_every_batch_is_reduced():
+    assert run_ranks("shards_of_gradients.py", 2).splitlines() == [
+        "sync_each_batch=False: shards after micro-batches [False, False, True]",
+        "sync_each_batch=True: shards after micro-batches [True, True, True]",
+    ]
+
+
 @pytest.mark.parametrize("title", ["split", "split24, 8-bit states, gradient release", "stochastic, 8-bit states"])
 def test_peak_and_checkpoint_are_those_of_training(tmp_path, title):
     option = OPTION[title]
@@ -64,6 +81,7 @@ def test_peak_and_checkpoint_are_those_of_training(tmp_path, title):
     assert setting.checkpoint < saved < setting.checkpoint + 64_000  # names, shapes and the settings of param groups
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_measured_on_a_gpu():
     """`make report-gpu` trained a Llama of this shape with 1.24 billion parameters."""
     result = json.loads((ROOT / "benchmarks" / "results" / "gpu-step-h100-2026-11-26.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ def print_table(title: str, fit: Fit, gpu_memory: float, lora: int) -> None:
         f"A setting fits if its peak leaves {RESERVE / GIB:g} of {gpu_memory:g} GiB free, for CUDA and for kernels.\n"
         f"Loading the model in FP32 takes {fit.load_in_fp32 / GIB:,.2f} GiB of host memory in each process."
     )
+    if any(each.sync_each_batch for each in fit.settings):
+        print("Where whole gradients do not fit, FSDP2 reduces them after every micro-batch (sync_each_batch).")
     if fit.best is not None:
         if "clip=delayed" in fit.best.option.optim_args:
             print("clip=delayed clips by the norm of the step before: use a warmup.")
@@ -58,8 +59,8 @@ def print_table(title: str, fit: Fit, gpu_memory: float, lora: int) -> None:
 
 def _arguments(setting: Setting) -> str:
     """The lines of a script."""
-    values = {"output_dir": "out", **{key: value for key, value in _chosen(setting).items() if value != ""}}
-    lines = (f"    {key}={json.dumps(value) if isinstance(value, str) else value},\n" for key, value in values.items())
+    values = {"output_dir": "out", **{key: value for key, value in _chosen(setting).items() if value is not None}}
+    lines = ("    {}={},\n".format(key, repr(value).replace("'", '"')) for key, value in values.items())
     return f"args = TrainingArguments(\n{''.join(lines)})"
 
 
@@ -67,10 +68,13 @@ def _chosen(setting: Setting) -> dict[str, Any]:
     """Arguments of TrainingArguments."""
     return {
         "optim": setting.option.optim,
-        "optim_args": setting.option.optim_args,
+        "optim_args": setting.option.optim_args or None,
         "gradient_checkpointing": setting.option.gradient_checkpointing,
         "per_device_train_batch_size": setting.batch_size,
         "gradient_accumulation_steps": setting.gradient_accumulation_steps,
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        if setting.sync_each_batch
+        else None,
     }
 
 

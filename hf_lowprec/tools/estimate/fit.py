@@ -57,6 +57,7 @@ class Setting(NamedTuple):
         option: the optimizer with its options.
         batch_size: sequences per GPU and micro-batch.
         gradient_accumulation_steps: micro-batches per step.
+        sync_each_batch: whether FSDP2 reduces gradients after every micro-batch, so that it keeps only shards of them.
         peak: the most bytes that a GPU holds at once.
         missing: bytes that a GPU lacks; at most 0 if the setting fits.
         checkpoint: bytes of a checkpoint on disk: weights and optimizer state.
@@ -65,6 +66,7 @@ class Setting(NamedTuple):
     option: Option
     batch_size: int
     gradient_accumulation_steps: int
+    sync_each_batch: bool
     peak: float
     missing: float
     checkpoint: int
@@ -118,10 +120,10 @@ def find_fit(
     """
     counted: dict[tuple[bool, int], Activations] = {}  # the same for all optimizers: they train the same BF16 model
 
-    def try_setting(option: Option, size: int) -> Setting:
+    def try_setting(option: Option, size: int, sync: bool) -> Setting:
         steps = gradient_accumulation_steps * batch_size // size
         model = build()
-        row = low_precision_row(model, option.optim, option.optim_args or None, gpus, steps)
+        row = low_precision_row(model, option.optim, option.optim_args or None, gpus, 1 if sync else steps)
         key = option.gradient_checkpointing, size
         if key not in counted:
             choose_attention(model)
@@ -129,7 +131,7 @@ def find_fit(
         peak = row._replace(activations=counted[key]).peak(gpus, steps)
         assert peak is not None
         checkpoint = row.memory.weights.total() + row.memory.state.total()
-        return Setting(option, size, steps, peak, peak + RESERVE - gpu_bytes, checkpoint)
+        return Setting(option, size, steps, sync, peak, peak + RESERVE - gpu_bytes, checkpoint)
 
     divisors = [each for each in range(batch_size, 0, -1) if batch_size % each == 0]
     settings = []
@@ -137,9 +139,13 @@ def find_fit(
         releases = _RELEASE in option.optim_args
         if (releases and gradient_accumulation_steps > 1) or gradient_checkpointing > option.gradient_checkpointing:
             continue
+        sizes = [batch_size] if releases or not option.gradient_checkpointing else divisors
+        tries = [(size, False) for size in sizes]
+        if gpus > 1:
+            tries += [(size, True) for size in sizes if size < batch_size * gradient_accumulation_steps]
         tried = []
-        for size in [batch_size] if releases or not option.gradient_checkpointing else divisors:
-            tried.append(try_setting(option, size))
+        for size, sync in tries:
+            tried.append(try_setting(option, size, sync))
             if tried[-1].missing <= 0:
                 break
         settings.append(min(tried, key=lambda setting: setting.peak))
