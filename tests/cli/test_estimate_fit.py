@@ -55,8 +55,11 @@ def test_the_lines_to_paste_train(tmp_path, capsys, option, sync):
     names = {"TrainingArguments": lambda **settings: arguments(**{**settings, "tmp_path": tmp_path, "max_steps": 1})}
     source = printed[printed.index("args = ") :].replace('output_dir="out",', "")
     exec(source, names)
-    assert isinstance(names["args"], TrainingArguments) and names["args"].per_device_train_batch_size == 4
-    trainer = Trainer(llama(), names["args"], train_dataset=counting_data(4))
+    args = names["args"]
+    assert isinstance(args, TrainingArguments) and args.per_device_train_batch_size == 4
+    assert (args.optim, args.optim_args or "") == (option.optim, option.optim_args)
+    assert args.gradient_checkpointing == option.gradient_checkpointing
+    trainer = Trainer(llama(), args, train_dataset=counting_data(4))
     assert trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False) == sync
     trainer.train()
 
