@@ -1,31 +1,22 @@
 """Compile the Triton kernels without a GPU and report registers, spills, width of memory accesses and instructions.
 
-Compiles the kernels `step`, `step_ragged` and `tensor_sum` of every spec, the gradient norm, the mean of `reduction/`
-and the AdamW of other installed packages ahead of time for the given targets. Instructions are counted per element on
-the path that is executed if every input is ordinary, apart from the slow paths of division and square root; see
-`compiled/control_flow.py`. Exits with status 1 if one of our kernels spills registers, accesses elements that are all
-there and aligned with less than 128 bits (64 for the codes of states in 8 bits, since a thread has eight elements), or
-contracts, flushes or approximates floating-point operations of a step, which the arithmetic forbids.
+Compiles the kernels `step`, `step_ragged` and `tensor_sum` of every spec, the gradient norm, and the mean of
+`reduction/` ahead of time for the given targets. Instructions are counted per element on the path that is executed if
+every input is ordinary, apart from the slow paths of division and square root; see `compiled/control_flow.py`. Exits
+with status 1 if a kernel spills registers, accesses elements that are all there and aligned with less than 128 bits (64
+for the codes of states in 8 bits, since a thread has eight elements), or contracts, flushes or approximates
+floating-point operations of a step, which the arithmetic forbids.
 
-    python benchmarks/compiled_step.py [--targets sm_90 gfx942] [--kernels "AdamW kahan bfloat16" …] [--main]
-    python benchmarks/compiled_step.py --main --triton FOLDER … --output FILE.json
-    python benchmarks/compiled_step.py --tables FILE.json
-
-`--triton` compiles the main kernels once more with other versions of Triton, each installed into a folder of its own
-(`pip install --no-deps --target FOLDER triton==VERSION`).
+    python benchmarks/compiled_step.py [--targets sm_90 gfx942] [--kernels "AdamW kahan bfloat16" …]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,31 +27,11 @@ from compiled.compiler import TARGETS, CompiledKernel, compile_for
 from compiled.kernels import (
     Kernel,
     handwritten_kernels,
-    peer_kernels,
     ragged_kernel,
     specs,
     step_kernel,
     tensor_sum_kernel,
 )
-from compiled.tables import tables
-
-MAIN = [
-    "AdamW kahan bfloat16",
-    "AdamW split bfloat16",
-    "AdamW split24 bfloat16",
-    "AdamW stochastic bfloat16",
-    "AdamW nearest bfloat16",
-    "AdamW kahan bfloat16, 8-bit states",
-    "AdamW split bfloat16, 8-bit states",
-    "AdamW stochastic bfloat16, 8-bit states",
-    "AdamW kahan bfloat16, FP32 states",
-    "AdamW kahan float32",
-    "SGD kahan bfloat16",
-    "StableAdamW kahan bfloat16",
-    "AdamW kahan bfloat16, ragged",
-    "StableAdamW kahan bfloat16, tensor_sum",
-]
-"""The kernels of `--main`, with the handwritten ones and those of other packages."""
 
 
 def kernels() -> dict[str, Kernel]:
@@ -68,21 +39,13 @@ def kernels() -> dict[str, Kernel]:
     found: list[Kernel | None] = []
     for make in (step_kernel, ragged_kernel, tensor_sum_kernel):
         found += [make(name, spec) for name, spec in specs().items()]
-    found += handwritten_kernels() + peer_kernels()
+    found += handwritten_kernels()
     return {kernel.name: kernel for kernel in found if kernel is not None}
-
-
-def main_names(names: list[str]) -> list[str]:
-    """Those of `MAIN`, the handwritten ones and those of other packages."""
-    rendered = {name for name in names if re.match(r"\w+ \w+ (bfloat16|float16|float32)", name)}
-    return [name for name in names if name in MAIN or name not in rendered]
 
 
 def compile_kernel(kernel: Kernel, target: str) -> CompiledKernel:
     """Compile a kernel for a target, and note in `faults` what must not be in one of ours."""
     result = compile_for(kernel, target)
-    if kernel.package != "hf-lowprec":
-        return result
     if result.spilled_bytes:
         result.faults.append(f"{result.spilled_bytes} bytes of stack: registers are spilled")
     expected = kernel.expected_accesses
@@ -119,10 +82,6 @@ def row(kernel: Kernel, target: str, result: CompiledKernel) -> dict[str, Any]:
         "by_pipe": {pipe: round(count, 2) for pipe, count in result.by_pipe.items()},
         "elements": result.elements,
         "iterations": result.iterations,
-        "lookups": kernel.lookups,
-        "read_bytes": kernel.read_bytes,
-        "written_bytes": kernel.written_bytes,
-        "launches": kernel.launches,
     }
 
 
@@ -149,33 +108,16 @@ def _cells(recorded: dict[str, Any]) -> str:
     return f"| {' | '.join(str(recorded[key]) for key in _COLUMNS)} | {pipes} |"
 
 
-def _with_other_version(folder: Path, targets: list[str]) -> list[dict[str, Any]]:
-    """The main kernels' rows with the Triton in `folder`, by this script in a process of its own."""
-    with tempfile.TemporaryDirectory() as cache:
-        output = Path(cache) / "rows.json"
-        paths = [str(folder), *sys.path[1:]]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": cache}
-        command = [sys.executable, __file__, "--main", "--targets", *targets, "--output", str(output)]
-        subprocess.run(command, env=environment, check=False)  # it prints its faults
-        return json.loads(output.read_text())["rows"]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--main", action="store_true", help="only the kernels of the recorded results")
-    parser.add_argument("--triton", nargs="+", type=Path, default=[], metavar="FOLDER", help="other versions of Triton")
     parser.add_argument("--output", type=Path, help="a JSON file for all counts")
-    parser.add_argument("--tables", type=Path, metavar="FILE.json", help="only print the tables of an earlier --output")
     options = parser.parse_args()
-    if options.tables is not None:
-        print(tables(json.loads(options.tables.read_text())["rows"]))
-        return 0
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
     known = kernels()
-    names = options.kernels or (main_names(list(known)) if options.main else list(known))
+    names = options.kernels or list(known)
     if unknown := set(names) - set(known):
         parser.error(f"--kernels {sorted(unknown)}: there are {list(known)}")
     print(f"Triton {triton.__version__}; operations by pipe on NVIDIA: {', '.join(sass.PIPES)}; on AMD: ", end="")
@@ -187,20 +129,10 @@ def main() -> int:
         rows.append({"triton": triton.__version__, **row(known[name], target, result)})
         print(_cells(rows[-1]), flush=True)
         faults.update(f"{name}, {target}: {fault}" for fault in result.faults)
-    for folder in options.triton:
-        rows += _with_other_version(folder, options.targets)
     if options.output is not None:
-        packages = {name: _version(name) for name in ("torch-optimi", "flashoptim")}
-        options.output.write_text(json.dumps({"packages": packages, "rows": rows}) + "\n")
+        options.output.write_text(json.dumps({"rows": rows}) + "\n")
     print(*faults, sep="\n")
     return 1 if faults else 0
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""The kernels that are compiled: ours, and those of other packages that are installed."""
+"""The kernels that are compiled."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +31,6 @@ LOOKUPS = 3
 """Loads that depend on each other before our step's first element: a chunk, its segment, its parameter's pointers."""
 RAGGED_LOOKUPS = 2
 """The table of ragged chunks also names the parameter."""
-ONE_LAUNCH, LAUNCH_PER_TENSOR = "1 per kind of parameter", "1 per tensor"
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,6 @@ class Kernel:
         aligned: arguments that are multiples of 16.
         block: elements that a program handles at once.
         iterations: of the loop over blocks; 0 if the kernel has none.
-        read_bytes: per element, as stored in memory.
-        written_bytes: per element.
-        launches: how many a step takes.
-        package: the distribution that the kernel is from.
         threads: per program; None for Triton's default number of warps.
         fp_fusion: whether multiply-adds may be contracted.
         lookups: loads, each needing the one before, that precede those of elements.
@@ -66,10 +59,6 @@ class Kernel:
     aligned: frozenset[str]
     block: int
     iterations: int
-    read_bytes: float
-    written_bytes: float
-    launches: str
-    package: str = "hf-lowprec"
     threads: int | None = None
     fp_fusion: bool = True
     lookups: int = 0
@@ -113,8 +102,7 @@ def step_kernel(name: str, spec: KernelSpec) -> Kernel:
     """The kernel that steps whole chunks of `spec`."""
     constants = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK}
     kernel = _rendered(name, spec, triton_backend.kernels(spec).step, STEP_TABLES, constants, spec.tensors)
-    waves = triton_backend.waves_per_simd(spec)
-    return replace(kernel, waves_per_simd=waves)
+    return replace(kernel, waves_per_simd=triton_backend.waves_per_simd(spec))
 
 
 def ragged_kernel(name: str, spec: KernelSpec) -> Kernel:
@@ -155,17 +143,9 @@ def _rendered(
         fp_fusion=False,
         block=triton_backend.BLOCK,
         iterations=triton_backend.CHUNK // triton_backend.BLOCK,
-        read_bytes=_stored_bytes(spec, read),
-        written_bytes=_stored_bytes(spec, written),
         lookups=LOOKUPS,
-        launches=ONE_LAUNCH,
         expected_accesses=_expected_accesses(spec, [*read, *written]),
     )
-
-
-def _stored_bytes(spec: KernelSpec, names: Iterable[str]) -> float:
-    """Bytes per element of some tensors."""
-    return sum(spec.tensors[name].itemsize / (BLOCK if name in spec.per_block_tensors else 1) for name in names)
 
 
 def _expected_accesses(spec: KernelSpec, names: Iterable[str]) -> Counter[int]:
@@ -197,10 +177,7 @@ def handwritten_kernels() -> list[Kernel]:
         threads=32 * triton_backend.WARPS,
         block=triton_backend.BLOCK,
         iterations=triton_backend.CHUNK // triton_backend.BLOCK,
-        read_bytes=2,
-        written_bytes=0,
         lookups=LOOKUPS,
-        launches=ONE_LAUNCH,
         expected_accesses=Counter({WIDEST_BITS: 1}),
     )
     return [norm, _mean_kernel(True), _mean_kernel(False)]
@@ -219,88 +196,5 @@ def _mean_kernel(aligned: bool) -> Kernel:
         fp_fusion=False,
         block=rank_mean_kernel._BLOCK,
         iterations=0,
-        read_bytes=0,  # depends on the number of ranks
-        written_bytes=2,
-        launches="1 per bucket",
         expected_accesses=Counter({WIDEST_BITS: 1}) if aligned else None,
-    )
-
-
-def peer_kernels() -> list[Kernel]:
-    """AdamW of torch-optimi (0.3.3 or later) and FlashOptim for BF16 weights, with the types and constants they pass.
-
-    Torch's fused AdamW is CUDA code, and only torch's builds for CUDA contain it.
-    """
-    kernels = []
-    if importlib.util.find_spec("optimi") is not None:
-        module = importlib.import_module("optimi.adam")  # in the package, the name is that of a function
-        if hasattr(module, "_adam_kernel"):
-            kernels.append(_optimi(module._adam_kernel))
-    if importlib.util.find_spec("flashoptim") is not None:
-        module = importlib.import_module("flashoptim.optimizers")
-        kernels += [_flashoptim(module._triton_adam_kernel, bits) for bits in (24, 32)]
-    return kernels
-
-
-def _optimi(function: Any) -> Kernel:
-    tensors = dict.fromkeys(["param_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "kahan_ptr"], "*bf16")
-    constants = {
-        "do_weight_decay": True,
-        "kahan_sum": True,
-        "decouple_wd": True,
-        "update_parameters": True,
-        "BLOCK_SIZE": 1024,  # of tensors with 8192 elements and more
-    }
-    types = tensors | dict.fromkeys(constants, CONSTANT) | {"n_elements": "i32"}
-    return Kernel(
-        name="optimi AdamW, Kahan, BF16",
-        package="torch-optimi",
-        function=function,
-        arguments={name: types.get(name, "fp32") for name in function.arg_names},
-        constants=constants,
-        aligned=frozenset({*tensors, "n_elements"}),
-        block=1024,
-        iterations=0,
-        read_bytes=10,
-        written_bytes=8,
-        launches=LAUNCH_PER_TENSOR,
-    )
-
-
-def _flashoptim(function: Any, bits: int) -> Kernel:
-    low_bits, largest = {24: (tl.int8, 127), 32: (tl.int16, 32767)}[bits]
-    tensors = {
-        "mom_ptr": "*i8",
-        "mom_scales_f16_ptr": "*fp16",
-        "var_ptr": "*u8",
-        "var_scales_f16_ptr": "*fp16",
-        "param_ptr": "*bf16",
-        "grad_ptr": "*bf16",
-        "ecc_ptr": f"*i{bits - 16}",
-    }
-    constants = {
-        "GROUP_SIZE": 32,
-        "DECOUPLED_WEIGHT_DECAY": True,
-        "PARAM_DTYPE": tl.bfloat16,
-        "USE_ECC": True,
-        "QUANTIZE_OPTIM_STATES": True,
-        "SIGNED_ERROR_T": low_bits,
-        "NUM_MANTISSA_BITS": 7,
-        "SIGNED_MAX_VAL": largest,
-        "BLOCK_SIZE_N": 1024,
-    }
-    types = tensors | dict.fromkeys(constants, CONSTANT) | {"N": "i32", "step": "i32"}
-    weight, moments, scales = bits / 8, 2, 2 * 2 / 32  # an FP16 scale for 32 elements of each moment
-    return Kernel(
-        name=f"flashoptim AdamW, {bits} bits, 8-bit states",
-        package="flashoptim",
-        function=function,
-        arguments={name: types.get(name, "fp32") for name in function.arg_names},
-        constants=constants,
-        aligned=frozenset({*tensors, "N"}),
-        block=1024,
-        iterations=100,  # two programs per multiprocessor step a tensor together, however large it is
-        read_bytes=2 + weight + moments + scales,
-        written_bytes=weight + moments + scales,
-        launches=LAUNCH_PER_TENSOR,
     )

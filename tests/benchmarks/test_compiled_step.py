@@ -12,26 +12,26 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="Triton's tools are for Linux")]
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
-    ("AdamW kahan bfloat16", "sm_90"): (60.0, 71),
-    ("AdamW kahan bfloat16", "sm_100"): (54.9, 68),
+    ("AdamW kahan bfloat16", "sm_90"): (81.7, 91),
+    ("AdamW kahan bfloat16", "sm_100"): (77.5, 91),
     ("AdamW kahan bfloat16", "gfx942"): (78.3, 74),
-    ("AdamW stochastic bfloat16", "sm_90"): (52.0, 62),
-    ("AdamW stochastic bfloat16", "sm_100"): (47.3, 63),
+    ("AdamW stochastic bfloat16", "sm_90"): (68.4, 80),
+    ("AdamW stochastic bfloat16", "sm_100"): (64.2, 84),
     ("AdamW stochastic bfloat16", "gfx942"): (67.9, 66),
-    ("AdamW split bfloat16, 8-bit states", "sm_90"): (121.4, 96),
-    ("AdamW split bfloat16, 8-bit states", "sm_100"): (116.7, 105),
+    ("AdamW split bfloat16, 8-bit states", "sm_90"): (121.9, 107),
+    ("AdamW split bfloat16, 8-bit states", "sm_100"): (116.7, 111),
     ("AdamW split bfloat16, 8-bit states", "gfx942"): (122.0, 128),
-    ("AdamW kahan bfloat16, ragged", "sm_90"): (94.4, 80),
-    ("AdamW kahan bfloat16, ragged", "sm_100"): (89.3, 78),
+    ("AdamW kahan bfloat16, ragged", "sm_90"): (116.5, 92),
+    ("AdamW kahan bfloat16, ragged", "sm_100"): (104.9, 95),
     ("AdamW kahan bfloat16, ragged", "gfx942"): (163.3, 76),
-    ("StableAdamW kahan bfloat16, tensor_sum", "sm_90"): (29.1, 56),
-    ("StableAdamW kahan bfloat16, tensor_sum", "sm_100"): (24.0, 56),
-    ("AdamW kahan float32", "sm_90"): (33.1, 68),
-    ("AdamW kahan float32", "sm_100"): (28.0, 68),
+    ("StableAdamW kahan bfloat16, tensor_sum", "sm_90"): (32.3, 48),
+    ("StableAdamW kahan bfloat16, tensor_sum", "sm_100"): (26.2, 56),
+    ("AdamW kahan float32", "sm_90"): (39.2, 60),
+    ("AdamW kahan float32", "sm_100"): (39.0, 60),
     ("AdamW kahan float32", "gfx942"): (45.5, 63),
 }
 """Instructions per element that ordinary inputs execute, in the loop and outside, and registers per thread: the most of
-three versions of Triton. A change that needs more must say why here; one that needs less lowers them.
+Triton 3.6 and 3.7. A change that needs more must say why here; one that needs less lowers them.
 
 For gfx942, 128 registers are a limit that leaves room for 16 wavefronts; the compiler would take up to 137.
 """
@@ -67,11 +67,10 @@ def test_kernels_stay_within_their_ceilings(tmp_path):
 
 
 KERNEL = "AdamW kahan bfloat16"
-WITHOUT_PTX = f"{KERNEL}, 8-bit states"
 FAULTS = {
     "triton_backend, 'WARPS', 8": (KERNEL, "128 bits"),
     "triton, 'compile', functools.partial(compile_, fusion=True)": (KERNEL, "contraction"),
-    "TritonRenderer, 'sqrt_rn', lambda self, value: f'tl.sqrt({value})'": (WITHOUT_PTX, "an approximation"),
+    "TritonRenderer, 'sqrt_rn', lambda self, value: f'tl.sqrt({value})'": (KERNEL, "an approximation"),
 }
 """Faults to plant, the kernel that shows each, and the words that must report it."""
 

@@ -1,6 +1,5 @@
 """The reader of machine code finds loops, rare branches and pipes in listings whose counts are known by hand."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,11 +8,8 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as when the scripts run
 
-import predicted_step_time  # noqa: E402
 from compiled import amdgcn, sass  # noqa: E402
-from compiled.gpus import ARCHITECTURES, GPUS, resident_warps  # noqa: E402
-from compiled.speed_limits import LATENCY, LOOKUP_LATENCY, REACHED_BANDWIDTH, speed_limits  # noqa: E402
-from compiled.tables import tables  # noqa: E402
+from compiled.gpus import ARCHITECTURES, resident_warps  # noqa: E402
 
 
 def listing(body: str) -> str:
@@ -232,39 +228,3 @@ def test_amd_assembly():
 )
 def test_warps_that_fit(target, registers, warps):
     assert resident_warps(ARCHITECTURES[target], registers, 4) == warps
-
-
-def test_each_limit_of_the_model():
-    pipes = {"fp32": 30.0, "multiply": 10.0, "integer": 20.0, "convert": 4.0, "fp64": 2.0, "memory": 1.0, "other": 3.0}
-    row = {"hot": 70.0, "outside": 2.0, "by_pipe": pipes, "read_bytes": 10, "written_bytes": 8}
-    row |= {"warps": 20, "elements": 8, "iterations": 4, "lookups": 3}
-    limits = speed_limits(row, GPUS["H100"])
-    clocks = {  # of one multiprocessor per element, by hand
-        "issue": 72 / 128,
-        "fp32 units": 40 / 128,
-        "multiply": 10 / 64,
-        "integer": 20 / 64,
-        "convert": 4 / 16,
-        "fp64": 2 / 64,
-    }
-    assert {name: limits[name] * 132 * 1.98e9 for name in clocks} == pytest.approx(clocks)
-    assert limits["memory"] == pytest.approx(18 / (REACHED_BANDWIDTH * 3.35e12))
-    waiting = 4 * LATENCY + 3 * LOOKUP_LATENCY + 72 * 32 / 1.98e9
-    assert limits["latency"] == pytest.approx(waiting / (132 * 20 * 32 * 32))
-    assert set(limits) == {"memory", "latency", *clocks}
-
-
-def test_tables_of_the_recorded_counts():
-    rows = json.loads(max((BENCHMARKS / "results").glob("compiled-step-*.json")).read_text())["rows"]
-    latest = [row for row in rows if row["triton"] == rows[0]["triton"]]
-    found = {(row["kernel"], row["target"]): row for row in latest}
-    assert len(found) == len(latest)
-    kahan, norm = found["AdamW kahan bfloat16", "sm_100"], found["gradient norm, square_sum", "sm_89"]
-    assert predicted_step_time.predicted(kahan, GPUS["B200"]) == (pytest.approx(18 / (0.92 * 8.0e12) * 1e9), "memory")
-    assert (norm["read_bytes"], norm["written_bytes"]) == (2, 0)
-    times = predicted_step_time.times(latest, GPUS).splitlines()
-    names = {row["kernel"] for row in latest if row["read_bytes"]}
-    assert [line.count("|") for line in times] == [len(GPUS) + 3] * (len(names) + 2)
-    assert not any(cell == "" for line in times for cell in map(str.strip, line.split("|")[1:-1]))
-    for version in {row["triton"] for row in rows}:
-        assert version in tables(rows)

@@ -35,3 +35,19 @@ def test_captured_steps_live_as_long_as_the_optimizer():
     del optimizer
     gc.collect()
     assert captured() is None
+
+
+def test_the_norm_is_always_in_the_same_tensor():
+    """The one to which a replayed graph writes."""
+    params = [nn.Parameter(torch.randn(8).bfloat16()) for _ in range(2)]
+    optimizer = AdamW(params, capturable=True, max_grad_norm=1.0)
+    stepped(optimizer, params)
+    norm = optimizer.grad_norm
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        exact = torch.cat([param.grad for param in params]).double().norm()
+        assert optimizer.clip_grad_norm_(0.5) is not norm
+        optimizer.step()
+        assert optimizer.grad_norm is norm
+        torch.testing.assert_close(norm.double(), exact, rtol=2**-24, atol=0)  # rounded to FP32 once
