@@ -44,7 +44,7 @@ EVERY = [
     [*EVERY, (False, "kahan", False, False), (False, "split", True, True)],
 )
 def test_the_peak_of_a_training_step_is_the_estimate(tied, rounding, in_8_bits, released):
-    """Within 3%: kernels' scratch memory, scalars and tables are not counted."""
+    """Within 1%: scalars and tables are not counted."""
     model = build(tied)
     hf_lowprec.cast_model(model)
     return_float32(model, next_to_loss=False)
@@ -61,12 +61,13 @@ def test_the_peak_of_a_training_step_is_the_estimate(tied, rounding, in_8_bits, 
 
     step()
     held = memory_use(model, optimizer).total
-    found = held + peak_allocation(step)
+    with torch.backends.mkldnn.flags(enabled=False):  # it takes scratch memory on some processors
+        found = held + peak_allocation(step)
     empty = build(tied, "meta")
     row = low_precision_row(empty, optim, ",".join(options) or None)
     row = row._replace(activations=estimate_activations(empty, BATCH, LENGTH))
-    assert row.memory.total - row.memory.gradients.total() == pytest.approx(held, rel=0.03)  # gradients are not held
-    assert row.peak(1, 1) == pytest.approx(found, rel=0.03)
+    assert row.memory.total - row.memory.gradients.total() == pytest.approx(held, rel=0.01)  # gradients are not held
+    assert row.peak(1, 1) == pytest.approx(found, rel=0.01)
     gradients = row.memory.gradients.total()
     everything = sum(param.nbytes for param in model.parameters())
     assert gradients < everything / 2 if released else gradients == everything
