@@ -86,7 +86,7 @@ def environment(name: str, host: dict[str, Any]) -> str:
     """The interpreter of the host's environment, which is made anew if what to install has changed."""
     folder = ENVIRONMENTS / name
     python, stamp = str(folder / "bin" / "python"), folder / "installed.json"
-    wanted = json.dumps({key: host.get(key) for key in ("install", "without_deps", "python")})
+    wanted = json.dumps({key: host.get(key) for key in ("install", "without_deps", "remove", "python")})
     if not stamp.is_file() or stamp.read_text() != wanted:
         base = shutil.which(f"python{host['python']}") if "python" in host else sys.executable
         assert base, f"needs Python {host['python']}"
@@ -94,6 +94,8 @@ def environment(name: str, host: dict[str, Any]) -> str:
         pip(python, "install", *host["install"])
         if "without_deps" in host:
             pip(python, "install", "--no-deps", *host["without_deps"])
+        if "remove" in host:
+            pip(python, "uninstall", "--yes", *host["remove"])
         stamp.write_text(wanted)
     # Makes importable what the scripts share; after the environment's own packages.
     shared = next(folder.glob("lib/python*/site-packages")) / "shared_with_tests.pth"
