@@ -66,7 +66,7 @@ def tried(name: str, host: dict[str, Any], wheel: str) -> str:
     assert not changed, f"installing hf-lowprec{extra} changed {changed}"
     with tempfile.TemporaryDirectory() as folder:
         variables = {"HF_HOME": folder, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        variables["TRITON_INTERPRET"] = "1"  # hosts have kernels of their own
+        variables |= {"DO_NOT_TRACK": "1", "TRITON_INTERPRET": "1"}  # some hosts report, some have kernels of their own
         # -I keeps this folder off sys.path, where trl.py would hide TRL.
         command(python, "-I", str(HERE / f"{name}.py"), cwd=folder, **variables)
     package = next(iter(host.get("without_deps", host["install"]))).partition("=")[0].partition("[")[0]
