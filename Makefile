@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-all test-fast test-gpu mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
+.PHONY: help .venv drawings demo test test-all test-fast test-gpu test-hosts mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processe
 test-gpu: ## the step's tests on the GPU of this machine
 	PYTHONPATH=. HF_LOWPREC_EVERY_CASE=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -o minversion=8.0 \
 	  tests/gpu tests/optim -k "not native" $(ARGS)
+
+test-hosts: $(STAMP) ## train with programs that build on this package, each in an environment of its own
+	$(BIN)/python -m tests.hosts $(ARGS)
 
 mutants: $(STAMP) ## plant faults in copies of the package: the tests must notice each
 	@$(BIN)/python -m tools.mutants $(ARGS)

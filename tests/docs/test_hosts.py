@@ -1,0 +1,20 @@
+"""The page about other programs has a row and a section for each of hosts.toml, with the pinned version."""
+
+import re
+
+import pytest
+
+from tests.hosts.__main__ import HOSTS, PAGE
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_host_has_a_row_and_a_section(name):
+    page, host = PAGE.read_text(encoding="utf-8"), HOSTS[name]
+    assert re.search(rf"^## {re.escape(name)}$", page, re.MULTILINE)
+    row = next(line for line in page.splitlines() if line.startswith(f"| [{name}]"))
+    if "not_run" in host:
+        assert host["not_run"] in row
+    else:
+        assert host["run"] in row
+        pins = dict(pin.split("==") for pin in (*host.get("without_deps", ()), *host["install"]) if "==" in pin)
+        assert next(iter(pins.values())) in row
