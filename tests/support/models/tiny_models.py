@@ -181,6 +181,8 @@ def t5(seed: int = 0, tied: bool = False, attention: str = "sdpa", gated: bool =
         use_cache=False,
     )
     batch = _causal_batch(seed) | {"labels": _tokens(seed + 1)}
+    if not transformers.T5ForConditionalGeneration._supports_sdpa:  # before transformers 5.16
+        attention = "eager"
     return _build(transformers.T5ForConditionalGeneration, config, attention, seed), batch
 
 
