@@ -158,8 +158,9 @@ class Swapped(transformers.BertPreTrainedModel):
 
 
 def test_another_order_of_calls_costs_no_crash(monkeypatch):
+    model = Swapped(transformers.BertConfig(**SIZES))
     monkeypatch.setattr(Swapped, "__module__", "transformers.models.swapped")
-    model = upcast(Swapped(transformers.BertConfig(**SIZES)))
+    upcast(model)
     loss = model(TOKENS, CLASSES)
     loss.backward()
     assert len(model.transform._forward_hooks) == 1
