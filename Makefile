@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-all test-fast test-gpu test-hosts mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
+.PHONY: help .venv drawings demo test test-all test-fast test-oldest test-gpu test-hosts mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,17 @@ test-all: pytest ## the tests with all of their cases: takes three times as long
 test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	  -m "not slow and not distributed and not gpu" $(ARGS)
+
+# Without the tests of single models of transformers, which are newer than its oldest version here.
+test-oldest: ## the tests of what trains, in .venv-oldest, at the oldest versions that pyproject.toml allows
+	@test -x .venv-oldest/bin/python || "$(PYTHON)" -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
+	  -e '.[trainer,test,bench]' datasets peft pillow scipy
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not distributed and not gpu" \
+	  tests/rounding tests/optim tests/reduction tests/monitor tests/casting tests/integrations tests/test_torch_alone.py \
+	  $(addprefix --ignore=tests/casting/test_,contrastive.py every_architecture.py fp32_classes.py \
+	    numbers_of_transformers.py) \
+	  -k "not trackers and not begins_with_the_fp32_weights_of_the_first and not sum_in_another_order" $(ARGS)
 
 # Where a GPU is, an environment often is too: without .venv the interpreter PYTHON is used as it is.
 test-gpu: ## the step's tests on the GPU of this machine

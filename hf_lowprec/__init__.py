@@ -110,7 +110,7 @@ def register() -> None:
 
     Raises:
         ImportError: transformers or accelerate is not installed.
-        RuntimeError: this version of transformers is too old.
+        RuntimeError: this version of transformers or accelerate is too old.
     """
     with _explained_import_errors("register()"):
         _add_optimizer_names()
@@ -143,9 +143,9 @@ def _add_optimizer_names() -> None:
 
 
 def _wrap_trainer() -> None:
-    from hf_lowprec.integrations.transformers.optim_names import check_version
+    from hf_lowprec.integrations.transformers.optim_names import check_versions
 
-    check_version()
+    check_versions()
     from hf_lowprec.integrations.transformers.trainer import wrap_trainer
 
     wrap_trainer()
@@ -166,9 +166,11 @@ def _explained_import_errors(name: str) -> Iterator[None]:
         library = (error.name or "").partition(".")[0]
         if library in ("", "hf_lowprec"):
             raise
+        from hf_lowprec.integrations.oldest_versions import outdated
+
         raise ImportError(
-            f"hf_lowprec.{name} needs {library}, which is missing or too old ({error}); to install everything that "
-            "Trainer and Accelerate need: pip install 'hf-lowprec[trainer]'",
+            f"hf_lowprec.{name} needs {outdated(library) or f'{library}, which is missing'} ({error}); to install "
+            "everything that Trainer and Accelerate need: pip install 'hf-lowprec[trainer]'",
             name=error.name,
         ) from error
 

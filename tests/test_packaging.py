@@ -24,12 +24,14 @@ else:
     import tomli as tomllib
 
 import hf_lowprec
+from hf_lowprec.integrations.oldest_versions import OLDEST
 from hf_lowprec.tools.cli.demo import demo
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT: dict[str, Any] = PYPROJECT["project"]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+OLDEST_CONSTRAINTS = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
 PYTHONS = [
     name.rpartition(" ")[2]
     for name in PROJECT["classifiers"]
@@ -105,6 +107,15 @@ def test_every_pattern_of_package_data_matches_a_file() -> None:
 @pytest.mark.parametrize("env", ENVIRONMENTS, ids=lambda e: f"{e['sys_platform']}-{e['python_version']}")
 def test_every_direct_dependency_is_pinned_within_its_range(env: dict[str, str]) -> None:
     assert unmet(requirements(PROJECT), pins(CONSTRAINTS, env), env) == []
+
+
+def test_the_oldest_pins_are_where_the_ranges_of_what_trains_begin() -> None:
+    extras = PROJECT["optional-dependencies"]
+    needs = map(Requirement, [*PROJECT["dependencies"], *extras["trainer"], *extras["cli"]])
+    begin = {need.name: f"{need.specifier}".replace(">=", "==") for need in needs if need.name != PROJECT["name"]}
+    oldest = pins(OLDEST_CONSTRAINTS, ENVIRONMENTS[0])
+    assert {name: f"=={version}" for name, version in oldest.items()} == begin
+    assert {name: f"=={version}" for name, version in OLDEST.items()}.items() <= begin.items()
 
 
 def test_a_planted_mismatch_is_found() -> None:

@@ -54,7 +54,7 @@ def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
     return any(
         type(group._reduce_scatter_comm).__module__.startswith("torch.")
         and any(map(_sums_in_16_bits, group.fsdp_params))
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in _parameter_groups(module)
     )
 
 
@@ -63,8 +63,15 @@ def replicates_shards(module: FSDPModule) -> bool:
 
     The mesh of a parameter does not tell: with tensor parallelism, it has two dimensions as well.
     """
-    groups = module._get_fsdp_state()._fsdp_param_groups
-    return any(group.mesh_info.replicate_mesh_dim is not None for group in groups)
+    return any(group.mesh_info.replicate_mesh_dim is not None for group in _parameter_groups(module))
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """FSDP2's groups of the parameters that it has sharded with `module`: one at most before torch 2.12."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _sums_in_16_bits(fsdp_param: Any) -> bool:

@@ -12,6 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from hf_lowprec.casting import cast_model, uncast_model
 from hf_lowprec.casting.hooks.fp32_outputs import computes_loss_itself, upcast_predictions
+from hf_lowprec.casting.hooks.input_downcast import losses_mix_dtypes
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP32
 
@@ -72,6 +73,8 @@ CASES = {
 
 @pytest.mark.parametrize(("build", "labels", "loss"), CASES.values(), ids=CASES)
 def test_the_loss_is_that_of_fp32_on_16_bit_predictions(build, labels, loss):
+    if labels.is_floating_point() and not losses_mix_dtypes():
+        pytest.skip("this torch's losses do not mix formats")
     plain, model = build(), build()
     cast_model(plain)
     upcast(model)
@@ -155,8 +158,9 @@ class Swapped(transformers.BertPreTrainedModel):
 
 
 def test_another_order_of_calls_costs_no_crash(monkeypatch):
+    model = Swapped(transformers.BertConfig(**SIZES))
     monkeypatch.setattr(Swapped, "__module__", "transformers.models.swapped")
-    model = upcast(Swapped(transformers.BertConfig(**SIZES)))
+    upcast(model)
     loss = model(TOKENS, CLASSES)
     loss.backward()
     assert len(model.transform._forward_hooks) == 1

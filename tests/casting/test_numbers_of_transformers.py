@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 from hf_lowprec.casting import cast_model
+from hf_lowprec.casting.hooks.input_downcast import losses_mix_dtypes
 from tests.support.every_architecture.architecture_check import loss_of, without_chance
 from tests.support.every_architecture.tiny_batches import offers
 from tests.support.every_architecture.tiny_configs import tiny_config
@@ -85,6 +86,8 @@ CASES: dict[str, tuple[str, str, Callable[[Any, Batch], Batch], set[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_arrive_as_they_are_and_train(case: str) -> None:
+    if case == "time of pi0" and not losses_mix_dtypes():
+        pytest.skip("this torch's losses do not mix formats")
     name, model_type, more, numbers = CASES[case]
     model, batch = built(name, model_type)
     batch |= more(model, batch)

@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +30,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations.accelerate import private_apis as accelerate_apis
+from hf_lowprec.integrations.oldest_versions import OLDEST
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.optim_names import add_optimizer_names
@@ -164,6 +166,7 @@ def test_a_subclass_of_the_trainers_state_is_read_as_such(tmp_path):
     assert plain == TrainerState(global_step=3, train_batch_size=8)  # without the field that it does not have
 
 
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="only newer ones mark models")
 def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
     """DDP would not wrap it: `tests/distributed` shows it with ranks."""
     model = torch.nn.Linear(2, 2)
@@ -237,37 +240,53 @@ def test_other_optimizers_are_untouched(tmp_path):
     assert ours.splitlines()[-1] == plain
 
 
-OLD_TRANSFORMERS = """
-import warnings
+OLD_VERSIONS = """
+import sys, warnings
 from importlib import metadata
-import transformers
-installed = metadata.version
-metadata.version = lambda name: "4.57.6" if name == "transformers" else installed(name)
+import accelerate.utils.fsdp_utils, torch, transformers
+installed, old = metadata.version, dict(word.split("=") for word in sys.argv[1:])
+metadata.version = lambda name: old.get(name) or installed(name)
 warnings.simplefilter("error", RuntimeWarning)
-import hf_lowprec, torch
+import hf_lowprec
 from transformers import Trainer, TrainingArguments
 print(Trainer.__init__.__module__)
 weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
 weight.grad = torch.ones_like(weight)
 hf_lowprec.AdamW([weight], lr=1e-3, rounding="split").step()
-for use in (lambda: TrainingArguments("out", optim="adamw_bf16_split"), hf_lowprec.register):
+hf_lowprec.cast_model(torch.nn.Linear(2, 2))
+if "accelerate" in old:
+    del accelerate.utils.fsdp_utils.get_parameters_from_modules
+for use in (
+    lambda: TrainingArguments("out", optim="adamw_bf16_split"),
+    hf_lowprec.register,
+    lambda: hf_lowprec.prepare_accelerator(accelerate.Accelerator(cpu=True)),
+):
     try:
         use()
-    except (ValueError, RuntimeError) as error:
+    except (ImportError, ValueError, RuntimeError) as error:
         print(error)
 """
 
 
-def test_a_transformers_that_is_too_old_for_trainer_is_named_when_it_is_needed_and_not_before():
-    result = subprocess.run(
-        [sys.executable, "-c", OLD_TRANSFORMERS], check=False, capture_output=True, text=True, timeout=240
-    )
+@pytest.mark.parametrize(
+    "versions",
+    [{"transformers": "4.57.6"}, {"transformers": "4.54.1", "accelerate": "1.6.0"}, {"accelerate": "1.10.1"}],
+    ids=str,
+)
+def test_versions_that_are_too_old_for_trainer_are_named_when_they_are_needed_and_not_before(versions):
+    command = [sys.executable, "-c", OLD_VERSIONS, *map("=".join, versions.items())]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     first, *errors = result.stdout.splitlines()
     assert first == "transformers.trainer"
-    assert len(errors) == 2
-    for error in errors:
-        assert re.search(r"need transformers>=[\d.]+, and this is 4\.57\.6; .*hf_lowprec\.AdamW", error)
+    needed = [f"{name}>={OLDEST[name]}, and this is {version}" for name, version in versions.items()]
+    assert len(errors) == 2 + ("accelerate" in versions)
+    for error in errors[:2]:
+        assert f"the optim= names of hf_lowprec need {needed[0]}; " in error
+        assert "hf_lowprec.AdamW" in error
+    for error in errors[2:]:
+        assert error.startswith(f"hf_lowprec.prepare_accelerator needs {needed[-1]} (")
+        assert error.endswith("pip install 'hf-lowprec[trainer]'")
 
 
 def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Backends to run a test on, and a mesh for distributed tensors."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,10 +22,8 @@ def backend(request) -> str:
 @pytest.fixture
 def any_backend(backend) -> Iterator[str]:
     """As `backend`; new tensors are made where it runs."""
-    if device_of(backend) != "cpu":
-        torch.set_default_device(device_of(backend))
-    yield backend
-    torch.set_default_device(None)
+    with nullcontext() if device_of(backend) == "cpu" else torch.device(device_of(backend)):
+        yield backend
 
 
 @pytest.fixture

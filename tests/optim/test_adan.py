@@ -14,6 +14,7 @@ from tests.support.optim.against_formula import (
     gradients,
     parameter,
 )
+from tests.support.optim.gradient_dtypes import allow_gradients_in
 
 OPTIONS = [
     {"maximize": maximize, "weight_decay": decay, "no_prox": no_prox}
@@ -57,7 +58,7 @@ def test_every_step_is_the_papers_adan_rounded_once(dtype, rounding, state_round
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_gradients_are_kept_to_the_nearest_bf16(dtype):
     param = parameter(BF16)
-    param.grad_dtype = dtype
+    allow_gradients_in(dtype, [param])
     optimizer = Adan([param], state_rounding="stochastic")
     for grad in gradients(3, dtype):
         param.grad = grad

@@ -12,6 +12,7 @@ import torch
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.rounding import MODES
+from tests.support.optim.gradient_dtypes import allow_gradients_in
 from tests.support.same_numbers import same_numbers
 from tests.support.triton_available import device_of, quiet_interpreter, require_triton
 
@@ -78,8 +79,7 @@ def on_device(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
         return param
     there = torch.nn.Parameter(torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device))
     there.data.copy_(param.data)
-    if param.grad_dtype != param.dtype:
-        there.grad_dtype = param.grad_dtype
+    allow_gradients_in(getattr(param, "grad_dtype", param.dtype), [there])
     return there
 
 
@@ -315,8 +315,7 @@ def test_backends_agree_on_fp32_gradients_of_bf16_parameters(other, cls, roundin
 
     def make():
         params = contiguous(BF16, [(2, 40), (1025,)])()
-        for param in params:
-            param.grad_dtype = FP32
+        allow_gradients_in(FP32, params)
         return params
 
     def sometimes_special(param, step, generator):
@@ -364,7 +363,7 @@ def test_a_nan_with_a_full_payload_stays_a_nan(other, cls, options, rounding, gr
 
     def make():
         params = contiguous(BF16, [(64,)])()
-        params[0].grad_dtype = grad_dtype
+        allow_gradients_in(grad_dtype, params)
         return params
 
     (param,) = assert_backends_agree(

@@ -7,6 +7,7 @@ import torch
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states, encoded
+from tests.support.optim.gradient_dtypes import allow_gradients_in
 
 FP32, INT8 = torch.float32, torch.int8
 LR, BETAS, EPS = 1e-3, (0.9, 0.99), 1e-30
@@ -26,7 +27,7 @@ def gradient(step: int, case: str) -> torch.Tensor:
 
 def adamw(second_moment: torch.dtype) -> tuple[torch.nn.Parameter, AdamW]:
     param = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16))
-    param.grad_dtype = FP32
+    allow_gradients_in(FP32, [param])
     options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "initial_compensation": "zero"}
     return param, AdamW([param], state_dtype={"exp_avg": FP32, "exp_avg_sq": second_moment}, **options)
 

@@ -1,7 +1,10 @@
 """Run Triton's kernels in a test: on a GPU, else in the interpreter, else skip the test."""
 
+from importlib import metadata
+
 import pytest
 import torch
+from packaging.version import Version
 
 quiet_interpreter = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 """Ignores what NumPy, with which the interpreter computes, says about overflows, NaN and divisions by zero."""
@@ -17,8 +20,8 @@ class InPlaceOfAKernel:
 def require_triton() -> None:
     """Skip the calling test unless Triton's kernels can run here."""
     # The interpreter of Triton 3.6 does not go with NumPy 2.4 and later; its compiler is in order.
-    minversion = None if torch.cuda.is_available() else "3.7"
-    pytest.importorskip("triton", minversion=minversion)
+    interpreted = "3.7" if Version(metadata.version("numpy")) >= Version("2.4") else "3.6"
+    pytest.importorskip("triton", minversion=None if torch.cuda.is_available() else interpreted)
 
 
 def device_of(backend: str) -> str:

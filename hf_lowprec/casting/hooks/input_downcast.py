@@ -62,13 +62,13 @@ class DowncastInputs:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         extra = len(args) - len(self.positional)  # all of `*args`, after the first
-        names = self.positional + self.positional[-1:] * extra or ("",) * len(args)
+        names = (self.positional + self.positional[-1:] * extra or ("",) * len(args))[: len(args)]
         numbers: list[str] = []
         downcast = functools.partial(self._downcast, isinstance(module, _LAYERS), numbers)
-        args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=False)])
+        args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=True)])
         kwargs = {name: convert_floats(value, downcast, name) for name, value in kwargs.items()}
         if self.takes_times and not torch.compiler.is_compiling():
-            arguments = (*zip(names, args, strict=False), *kwargs.items())
+            arguments = (*zip(names, args, strict=True), *kwargs.items())
             times = [name for name, value in arguments if is_time(name) and _is_integer(value)]
             if times:
                 follow_numbers(module, self.dtype, times, _INTEGERS)

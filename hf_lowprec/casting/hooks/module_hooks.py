@@ -167,7 +167,7 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
     """
     if isinstance(value, Tensor):
         return convert(value, name) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):  # torch 2.9 cannot compile `tuple | list`
         items = [convert_floats(item, convert, name) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value

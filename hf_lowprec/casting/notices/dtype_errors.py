@@ -21,12 +21,13 @@ from hf_lowprec.casting.hooks.module_hooks import remove_hooks
 from hf_lowprec.casting.module_tree import join
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
-# Phrases of torch 2.13's messages about products, convolutions, attention, norms, recurrent layers, losses and
-# indexed writes.
+# Phrases of the messages of torch 2.9 to 2.13 about products, convolutions, attention, norms, recurrent layers, losses
+# and indexed writes.
 _MISMATCH = re.compile(
-    r"same (scalar |d)?types?\b|type .* should be the same|[Ee]xpected (scalar type|dtype)\b|Found dtype\b"
-    r"|dtypes? .*\bmatch|dtypes must be the same|mixed dtype|to be equal to src\.dtype|Type promoting not supported"
-    r"|not implemented for '(BFloat16|Half)'|(Unsupported dtype|dtypes not supported\. Got) (BFloat16|Half)"
+    r"same (scalar |d)?types?\b|type .* should be the same|must have the type\b|[Ee]xpected (scalar type|dtype)\b"
+    r"|Found dtype\b|dtypes? .*\bmatch|dtypes must be the same|mixed dtype|to be equal to src\.dtype"
+    r"|Type promoting not supported|not implemented for '(BFloat16|Half)'"
+    r"|(Unsupported dtype|dtypes not supported\. Got) (BFloat16|Half)"
 )
 # The same phrases about integers and complex numbers are errors of another kind.
 _INTEGERS = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|int|bool|u?int\d+)\b|c10::complex|Complex")

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
 from transformers.training_args import OptimizerNames
 
+from hf_lowprec.integrations.oldest_versions import OLDEST, outdated
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 
-OLDEST_TRANSFORMERS = "5.5.4"
-"""The oldest version of transformers whose Trainer can be used with this package; `pyproject.toml` says the same."""
 
-
-def check_version() -> None:
-    """Raise RuntimeError if this version of transformers is too old for `optim=`."""
-    version = metadata.version("transformers")
-    if _numbers(version) < _numbers(OLDEST_TRANSFORMERS):
+def check_versions() -> None:
+    """Raise RuntimeError if the installed transformers or accelerate is too old for `optim=`."""
+    for needed in filter(None, map(outdated, OLDEST)):
         raise RuntimeError(
-            f"the optim= names of hf_lowprec need transformers>={OLDEST_TRANSFORMERS}, and this is "
-            f"{version}; install a newer one or, in a loop of your own, use the optimizer's class, "
-            "such as hf_lowprec.AdamW(…, rounding='split')"
+            f"the optim= names of hf_lowprec need {needed}; install a newer one or, in a loop of your own, use the "
+            "optimizer's class, such as hf_lowprec.AdamW(…, rounding='split')"
         )
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:3] if part.isdecimal()]
 
 
 def add_optimizer_names(unpickle: Callable[[str], Any]) -> None:
@@ -42,7 +33,7 @@ def add_optimizer_names(unpickle: Callable[[str], Any]) -> None:
             members. Pickled by default, a member would refer only to the enum, which may not have it yet.
     """
     _explain_unknown_names()
-    check_version()
+    check_versions()
     for name in OPTIMIZER_NAMES:
         if name not in OptimizerNames._value2member_map_:
             _add_member(name, unpickle)
@@ -73,7 +64,7 @@ def _explain_unknown_names() -> None:
 
     def missing(original: Callable, cls: type[OptimizerNames], value: Any) -> Any:
         if value in OPTIMIZER_NAMES:
-            check_version()
+            check_versions()
         try:
             return original(cls, value)
         except ValueError as error:

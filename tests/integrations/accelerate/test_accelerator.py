@@ -88,7 +88,7 @@ def test_other_parallelism_is_refused(size):
     built.state.parallelism_config = SimpleNamespace(**{size: 2})
     with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*dp_shard_size"):
         hf_lowprec.prepare_accelerator(built)
-    assert hasattr(ParallelismConfig(), size)
+    assert size == "sp_size" or hasattr(ParallelismConfig(), size)  # accelerate 1.11 has no `sp_size`
 
 
 @pytest.mark.parametrize("hook", ["BF16", "POWER_SGD"])

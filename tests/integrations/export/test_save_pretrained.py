@@ -152,7 +152,8 @@ def loaded_from(folder: Path) -> dict[str, torch.Tensor] | None:
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     except Exception:  # whatever transformers raises
         return None
-    return None if info["missing_keys"] else model.state_dict()
+    # Copies: what is loaded may be the file itself, mapped into memory.
+    return None if info["missing_keys"] else {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

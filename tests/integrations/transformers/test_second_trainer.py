@@ -120,7 +120,8 @@ def test_a_mode_without_a_place_for_them_says_that_they_are_dropped(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"low bits of \d+ parameters, .* or an earlier Trainer, are dropped"):
         trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
     assert not any("_low_bits" in vars(param) for param in model.parameters())
-    with warnings.catch_warnings(action="error", category=RuntimeWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
         trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
 
 

@@ -165,7 +165,11 @@ bert = _encoder(transformers.BertConfig, transformers.BertForSequenceClassificat
 roberta = _encoder(transformers.RobertaConfig, transformers.RobertaForSequenceClassification)
 
 
-def t5(seed: int = 0, tied: bool = False, attention: str = "sdpa", gated: bool = False) -> Built:
+# Before transformers 5.16, T5 has one kind.
+T5_ATTENTIONS = ("sdpa", "eager") if transformers.T5ForConditionalGeneration._supports_sdpa else ("eager",)
+
+
+def t5(seed: int = 0, tied: bool = False, attention: str = T5_ATTENTIONS[0], gated: bool = False) -> Built:
     """T5 encoder and decoder, whose feed-forward output `wo` the model itself wants in FP32."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
@@ -229,6 +233,6 @@ ARCHITECTURES = {
     "opt": Architecture(opt),
     "bert": Architecture(bert, can_tie=False),
     "roberta": Architecture(roberta, can_tie=False),
-    "t5": Architecture(t5),
+    "t5": Architecture(t5, attentions=T5_ATTENTIONS),
     "vit": Architecture(vit, can_tie=False),
 }

@@ -1,0 +1,24 @@
+"""The oldest transformers and accelerate that the integrations support; `pyproject.toml` says the same.
+
+The core, which needs neither, works beside older ones.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
+
+
+def outdated(library: str) -> str | None:
+    """What is needed and what is there, as text; None if `library` is new enough, not installed or not of `OLDEST`."""
+    try:
+        version = metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+    oldest = OLDEST.get(library, "0")
+    return f"{library}>={oldest}, and this is {version}" if _numbers(version) < _numbers(oldest) else None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:3] if part.isdecimal()]
