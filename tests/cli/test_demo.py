@@ -86,10 +86,14 @@ def test_every_run_has_its_number(done: Result) -> None:
     assert lines[20].startswith("run 10 of 10: fine-tuning, BF16 Kahan")
 
 
-def test_a_file_says_at_once_which_run_begins(tmp_path: Path) -> None:
+def test_a_file_says_at_once_which_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "log").open("w") as log, demo_command._Progress(Console(file=log), 8, 1000) as progress:
         progress.callbacks.on_run("pretraining", VARIANTS["fp32"])
+        progress.callbacks.on_step()
         assert (tmp_path / "log").read_text() == "run 1 of 8: pretraining, FP32 AdamW\n"
+        monkeypatch.setattr(demo_command, "SILENCE", -1.0)
+        progress.callbacks.on_step()
+        assert (tmp_path / "log").read_text().endswith("\nrun 1 of 8: pretraining, FP32 AdamW, step 2 of 1000\n")
 
 
 def test_the_recommended_modes_are_shown_and_the_time_is_said() -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 STEPS, QUICK_STEPS, OWN_MODEL_STEPS = 1000, 150, 200
 """Optimizer steps per run: by default, with `--quick`, and with `--model`."""
 
+SILENCE = 20.0
+"""Seconds after which the step is printed again, in a file."""
+
 _WITH_MODEL = ("dataset", "dataset_config", "text_column", "learning_rate", "batch_size", "length")
 """Options that apply only to a model given with `--model`."""
 
@@ -144,7 +147,7 @@ def _parse_variants(names: str) -> list[Variant]:
 
 def _plan(runs: int, steps: int, is_built_in: bool) -> str:
     """What the user waits for, in a line."""
-    times = {STEPS: "5 minutes", QUICK_STEPS: "1 minute"}
+    times = {STEPS: "5 minutes", QUICK_STEPS: "2 minutes"}
     takes = f", about {times[steps]} on two idle CPU cores" if is_built_in and runs == 8 and steps in times else ""
     return f"{runs} runs of {steps} steps{takes}. Loading torch and transformers ..."
 
@@ -161,22 +164,30 @@ class _Progress:
         columns = (TextColumn("{task.description}"), BarColumn(16), TaskProgressColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, Remaining(), console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=runs * steps)
-        self._console, self._runs, self._run = console, runs, 0
-        self.callbacks = stages.Progress(self._on_run, lambda: self._bar.advance(self._task), self._on_result)
+        self._console, self._runs, self._steps = console, runs, steps
+        self._run, self._step, self._name, self._said = 0, 0, "", 0.0
+        self.callbacks = stages.Progress(self._on_run, self._on_step, self._on_result)
 
     def _on_run(self, stage: str, variant: Variant) -> None:
-        self._run += 1
-        self._bar.update(self._task, description=self._named(stage, variant))
-        if not self._console.is_terminal:
-            self._console.print(self._named(stage, variant), highlight=False)
+        self._run, self._step = self._run + 1, 0
+        self._name = f"run {self._run} of {self._runs}: {stage}, {variant.label}"
+        self._bar.update(self._task, description=self._name)
+        self._say(self._name)
+
+    def _on_step(self) -> None:
+        self._step += 1
+        self._bar.advance(self._task)
+        if time.monotonic() > self._said + SILENCE:
+            self._say(f"{self._name}, step {self._step} of {self._steps}")
 
     def _on_result(self, stage: str, variant: Variant, run: Run) -> None:
-        self._console.print(
-            f"{self._named(stage, variant):<40} validation loss {run.start:.4f} → {run.final:.4f}", highlight=False
-        )
+        self._console.print(f"{self._name:<40} validation loss {run.start:.4f} → {run.final:.4f}", highlight=False)
 
-    def _named(self, stage: str, variant: Variant) -> str:
-        return f"run {self._run} of {self._runs}: {stage}, {variant.label}"
+    def _say(self, text: str) -> None:
+        """Print what the bar shows, where there is none."""
+        if not self._console.is_terminal:
+            self._console.print(text, highlight=False)
+            self._said = time.monotonic()
 
     def __enter__(self) -> _Progress:
         self._bar.__enter__()
