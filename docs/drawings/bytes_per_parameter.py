@@ -69,6 +69,7 @@ def chart(theme: Theme, height: float, bars: Bars) -> tuple[Figure, Axes]:
             box.set_gid(f"{labels[row]}-{part}")
             start += size
         ax.text(start + 0.25, row, f"{start:.3g}", color=theme.ink, va="center", weight="bold")
+    ax.text(-0.25, -0.5, "bytes per parameter", color=theme.ink, ha="right", va="bottom")
     for x, part in ((2, "weight"), (6, "gradient"), (12, "moments")):
         ax.text(x, -0.5, part, color=colors["states" if part == "moments" else part], ha="center", va="bottom")
     ax.set(xlim=(0, 16.9), ylim=(len(labels) - 0.5, -0.6), xticks=[])
