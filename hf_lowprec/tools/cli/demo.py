@@ -33,7 +33,7 @@ def demo(
     context: typer.Context,
     output_dir: Annotated[Path, typer.Option(help="Folder for the plots and the numbers.")] = Path("hf_lowprec-demo"),
     quick: Annotated[
-        bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps per run; takes under two minutes.")
+        bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps per run; takes under two minutes, start-up included.")
     ] = False,
     steps: Annotated[
         int | None,
@@ -62,7 +62,7 @@ def demo(
     on the source code of Python's standard library, then fine-tuned on Python's
     documentation. The variants start from the same weights, see the same data
     in the same order, and use the stock Trainer. Takes minutes on two CPU
-    cores.
+    cores; on busy ones, OMP_NUM_THREADS=1 makes it faster.
     """
     _require_extra()
     variants = _parse_variants(ways)
