@@ -2,9 +2,10 @@
 
 Compiles the kernels `step`, `step_ragged` and `tensor_sum` of every spec, the gradient norm, and the mean of
 `reduction/` ahead of time for the given targets. Instructions are counted per element on the path that is executed if
-every input is ordinary, apart from the slow paths of division and square root; see `compiled/control_flow.py`. Exits with status 1 if a kernel spills registers, accesses elements that are all there and
-aligned with less than 128 bits (64 for the codes of states in 8 bits, since a thread has eight elements), or contracts,
-flushes or approximates floating-point operations of a step, which the arithmetic forbids.
+every input is ordinary, apart from the slow paths of division and square root; see `compiled/control_flow.py`. Exits
+with status 1 if a kernel spills registers, accesses elements that are all there and aligned with less than 128 bits (64
+for the codes of states in 8 bits, since a thread has eight elements), or contracts, flushes or approximates
+floating-point operations of a step, which the arithmetic forbids.
 
     python benchmarks/compiled_step.py [--targets sm_90 gfx942] [--kernels "AdamW kahan bfloat16" …]
 """

@@ -1,4 +1,4 @@
-"""The keyword arguments that all optimizers share, and checks of the values of arguments.
+"""The keyword arguments that all optimizers share, their values as text, and checks of values.
 
 Every message names the argument, its value and what is valid. Checks of an argument of a parameter group are also told
 `where` it is, such as "param group 0".
@@ -11,12 +11,13 @@ import functools
 import inspect
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-from hf_lowprec.rounding import Rounding, StateRounding
+from hf_lowprec.rounding import Rounding, StateRounding, mode_name
 
 InitialCompensation = Literal["low_bits", "dither", "zero"]
 """The values of the argument `initial_compensation`."""
@@ -68,6 +69,56 @@ def _keywords(cls: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
 
 
+_DTYPES = {
+    **{"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32},
+    "int8": torch.int8,
+}
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_READERS: dict[type, Callable[[str], Any]] = {bool: lambda text: _BOOLEANS[text.lower()], int: int, float: float}
+OPTIONAL: dict[str, type] = {"state_dtype": torch.dtype, "max_grad_norm": float, "first_parameter": int}
+"""The types of the arguments that can be None. The type of another argument is that of its default."""
+
+
+def value_of(cls: Any, name: str, value: Any) -> Any:
+    """The value of the argument `name` of the optimizer class `cls`, given as Python value or as text.
+
+    Text is what configuration files and command lines hold: `"2e-5"`, `"false"`, `"0.9,0.95"`, `"int8"`, `"none"`.
+    Sequences of numbers and dtypes by state may be of any class, and hold text. Everything else is returned as it is,
+    even text that is no value of this argument: the checks of arguments refuse it.
+    """
+    if isinstance(value, str) and name in OPTIONAL and value.strip().lower() in ("none", "null"):
+        return None
+    if name == "rounding":
+        return mode_name(value)
+    if name == "state_dtype":
+        if isinstance(value, str) and ":" in value:
+            value = dict(item.partition(":")[::2] for item in split_items(value))
+        return {key: dtype_of(each) for key, each in value.items()} if isinstance(value, Mapping) else dtype_of(value)
+    default = keywords(cls).get(name, True if name in cls.flags else None)
+    if isinstance(default, tuple):
+        items = split_items(value) if isinstance(value, str) else value
+        return tuple(_scalar(item, float) for item in items) if isinstance(items, Sequence) else value
+    return _scalar(value, OPTIONAL.get(name, type(default)))
+
+
+def split_items(text: str) -> list[str]:
+    """The items of a list or mapping as text: `a|b`, `a,b`, or as Python and YAML write it."""
+    text = re.sub(r"[\s'\"]", "", text)
+    return re.split(r"[,|]", re.sub(r"^[(\[{](.*)[)\]}]$", r"\1", text))
+
+
+def dtype_of(value: Any) -> Any:
+    """The dtype of states whose name is `value`. Other values are returned as they are."""
+    return _DTYPES.get(value.strip().lower().removeprefix("torch."), value) if isinstance(value, str) else value
+
+
+def _scalar(value: Any, kind: type) -> Any:
+    try:
+        return _READERS[kind](value.strip()) if isinstance(value, str) else value
+    except (KeyError, ValueError):
+        return value
+
+
 LARGEST = torch.finfo(torch.float32).max
 """The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
 FOREIGN_ARGUMENTS = {
@@ -91,9 +142,8 @@ def check_range(name: str, value: Any, low: float, high: float = float("inf")) -
     if not (low <= number < high and abs(number) <= LARGEST):
         lower = "" if low == float("-inf") else f" >= {low:g}"
         upper = "" if high == float("inf") else f" and < {high:g}"
-        hint = f"; give {float(value)!r} without the quotes" if isinstance(value, str) and _is_float(value) else ""
         finite = " that FP32 can hold (up to 3.4e38)" if abs(number) > LARGEST else ""
-        raise ValueError(f"{name}={_short_repr(value)} is invalid; it must be a number{lower}{upper}{finite}{hint}")
+        raise ValueError(f"{name}={_short_repr(value)} is invalid; it must be a number{lower}{upper}{finite}")
 
 
 def _as_float(value: Any) -> float:
@@ -111,14 +161,6 @@ def _as_float(value: Any) -> float:
         return float(value)
     except OverflowError:
         return float("inf")
-
-
-def _is_float(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _short_repr(value: Any) -> str:

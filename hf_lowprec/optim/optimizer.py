@@ -6,6 +6,7 @@ checkpoints are written here and below, once for all algorithms.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import warnings
@@ -45,6 +46,8 @@ class LowPrecisionOptimizer(Algorithm):
 
     All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the
     update. FP32 parameters are updated with the plain FP32 algorithm and FP32 states.
+
+    Arguments and options of groups may be text, see `arguments.value_of`; attributes and groups hold Python values.
 
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
@@ -127,6 +130,11 @@ class LowPrecisionOptimizer(Algorithm):
         **unexpected: Any,
     ) -> None:
         arguments.check_unexpected_keywords(type(self), unexpected)
+        value_of = functools.partial(arguments.value_of, type(self))
+        first_parameter = value_of("first_parameter", first_parameter)
+        capturable, skip_nonfinite = value_of("capturable", capturable), value_of("skip_nonfinite", skip_nonfinite)
+        gradient_release = value_of("gradient_release", gradient_release)
+        max_grad_norm = value_of("max_grad_norm", max_grad_norm)
         selection.check_backend(backend)
         arguments.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
         arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
@@ -148,12 +156,13 @@ class LowPrecisionOptimizer(Algorithm):
         self.release = None  # `add_param_group` reads it, which torch calls
         defaults = {
             **defaults,
-            "rounding": mode_name(rounding),
-            "state_dtype": dict(state_dtype) if isinstance(state_dtype, Mapping) else state_dtype,
+            "rounding": rounding,
+            "state_dtype": state_dtype,
             "state_rounding": state_rounding,
             "seed": seed,
+            **({} if first_parameter is None else {"first_parameter": first_parameter}),
         }
-        super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
+        super().__init__(params, {name: value_of(name, value) for name, value in defaults.items()})
         if first_parameter is None:
             parameter_numbers.number_if_single(self)
         self.release = GradientRelease(self) if self.gradient_release else None
@@ -454,7 +463,7 @@ class LowPrecisionOptimizer(Algorithm):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
-            group["rounding"] = mode_name(group["rounding"])
+            group.update({key: arguments.value_of(type(self), key, value) for key, value in group.items()})
             where = f"param group {len(self.param_groups) - 1}"
             validation.check_new_group(self, group, where)
         except Exception:

@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.arguments import FOREIGN_ARGUMENTS, keywords
+from hf_lowprec.optim.arguments import FOREIGN_ARGUMENTS, keywords, value_of
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding.modes import SHORT_NAMES
 
@@ -27,13 +29,14 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
 
     Args:
         name: one of `OPTIMIZER_NAMES`.
-        overrides: keyword arguments of the class.
+        overrides: keyword arguments of the class. Values may be text.
 
     Returns:
-        `(cls, kwargs)`.
+        `(cls, kwargs)`, with Python values.
 
     Raises:
-        ValueError: the name or a keyword is unknown.
+        ValueError: the name or a keyword is unknown, or a value is invalid.
+        RuntimeError: `backend` cannot run here.
     """
     if name not in OPTIMIZER_NAMES:
         valid = ", ".join(map(repr, OPTIMIZER_NAMES))
@@ -41,7 +44,12 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     algorithm, suffix = name.split("_bf16_")
     cls = _CLASSES[algorithm]
     check_keywords(overrides, keywords(cls), f"{name!r}")
-    return cls, {"rounding": SUFFIXES[suffix], **overrides}
+    kwargs = {name: value_of(cls, name, value) for name, value in ({"rounding": SUFFIXES[suffix]} | overrides).items()}
+    checked = {name: value for name, value in kwargs.items() if name != "matrices"}  # these are checked with `params`
+    param = torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu", requires_grad=True)
+    # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.
+    cls([param], **{"first_parameter": 0, **checked})
+    return cls, kwargs
 
 
 def check_keywords(names: Iterable[str], valid: Iterable[str], where: str) -> None:

@@ -152,8 +152,8 @@ def _check_state_dtype(value: Any, names: list[str], where: str) -> None:
             _check_state_dtype(dtype, names, where)
     elif value is not None and value not in STATE_DTYPES:
         raise ValueError(
-            f"state_dtype={value!r} in {where} is not supported; use torch.bfloat16, torch.float32 or torch.int8, or a "
-            "mapping from state name to one of them"
+            f"state_dtype={value!r} in {where} is not supported; use bfloat16, float32 or int8, or one for each state, "
+            "as in {'exp_avg': 'int8', 'exp_avg_sq': 'float32'}"
         )
 
 

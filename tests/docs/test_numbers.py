@@ -8,11 +8,13 @@ import re
 import sys
 from collections.abc import Callable
 from statistics import mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from tests.support.docs.pages import ROOT, pages
+from tests.support.command_output import hf_lowprec
+from tests.support.docs.pages import ROOT, blocks, pages
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -235,6 +237,49 @@ def gpus() -> list[dict[str, Any]]:
     return [result(f"gpu-step-{name}") for name in ("h100", "h200")]
 
 
+def fit(page: str, *words: object) -> tuple[dict[str, Any], str]:
+    """What `estimate --fit` finds for the configuration that the first block of a page writes, and what it prints."""
+    source = next(block.text for block in blocks(ROOT / page) if "LlamaConfig(" in block.text)
+    (name,) = re.findall(r'save_pretrained\("(.*)"\)', source)
+    with TemporaryDirectory() as folder:
+        exec(source.replace(f'"{name}"', repr(folder)), {})
+        command = "estimate", folder, "--fit", *words
+        data = json.loads(hf_lowprec(*command, "--json").output)
+        return data, " ".join(hf_lowprec(*command).output.replace(folder, name).split())
+
+
+def one_gpu() -> list[str]:
+    page, found = "docs/guides/8b-on-one-gpu.md", []
+    gib = {memory: fit(page, "--gpu-memory", memory) for memory in (80, 48, 24, 16)}
+    for memory, words in ((80, "split, the [recommended"), (48, "split24, 8-bit states, gradient release |")):
+        data, text = gib[memory]
+        found += [f"| {memory} GB | {words}", f"| {data['settings'][data['best']]['peak_per_gpu'] / 2**30:.2f} |"]
+        assert f"→ {words.partition(',')[0]}" in text
+    for memory in (24, 16):
+        missing = min(setting["missing"] for setting in gib[memory][0]["settings"]) / 2**30
+        found.append(f"| {memory} GB | none: {missing:.2f} GiB are missing")
+    _, split, *_, least = gib[80][0]["settings"]
+    found += [f"takes {split['checkpoint'] / 2**30:.2f} GiB with split weights, {least['checkpoint'] / 2**30:.2f} GiB"]
+    found += [f"{gib[80][0]['load_in_fp32'] / 2**30:.2f} GiB for the model in FP32", gib[80][1]]
+    _, split, in_8_bits, *_ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)[0]["settings"]
+    peaks = (f"{setting['peak_per_gpu'] / 2**30:.2f} GiB" for setting in (split, in_8_bits))
+    return [*found, f"the peak is {', and '.join(peaks)} with 8-bit states"]
+
+
+def many_gpus() -> list[str]:
+    page = "docs/guides/64-gpus.md"
+    options = "--gpus", 64, "--gpu-memory", 80
+    large, _ = fit(page, *options, "--batch-size", 4)
+    sums = ("--gradient-accumulation-steps", 4)
+    shards, (whole, _) = fit(page, *options, *sums)[0], fit(page, "--gpus", 64, "--gpu-memory", 1000, *sums)
+    of_split = {"4 sequences per GPU": large, "`sync_each_batch`": shards, "whole gradients": whole}
+    peaks = {words: data["settings"][1]["peak_per_gpu"] / 2**30 for words, data in of_split.items()}
+    found = [f"{words} | {peak:.2f} |" for words, peak in peaks.items()]
+    found += [f"every GPU, {peaks['whole gradients'] - peaks['`sync_each_batch`']:.2f} GiB"]
+    sizes = (f"{size / 2**30:.2f} GiB" for size in (large["settings"][1]["checkpoint"], large["load_in_fp32"]))
+    return [*found, "takes {}, and loading in FP32 {}".format(*sizes)]
+
+
 def requirements() -> list[str]:
     needs = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["trainer"]
     least = {re.split(r"\W", need)[0]: need.partition(">=")[2] for need in needs}
@@ -274,6 +319,16 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/training.md", import_times),
 ]
 """Pages, and what must be in them."""
+
+
+ESTIMATES = [("docs/guides/8b-on-one-gpu.md", one_gpu), ("docs/guides/64-gpus.md", many_gpus)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "texts"), ESTIMATES, ids=[page for page, _ in ESTIMATES])
+def test_a_page_says_what_is_estimated(page: str, texts: Callable[[], list[str]]) -> None:
+    content = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert [text for text in texts() if text not in content] == []
 
 
 @pytest.mark.parametrize(("page", "texts"), TEXTS, ids=[page for page, _ in TEXTS])

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import HfArgumentParser, TrainingArguments
 
+import hf_lowprec
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
@@ -58,6 +60,10 @@ def of_libraries() -> dict[str, str]:
     provoke("… is not a valid OptimizerNames", lambda: TrainingArguments(optim="adamw_bf16_khan"))
     parser = HfArgumentParser(TrainingArguments, exit_on_error=False)
     provoke("argument --optim: invalid choice: …", lambda: parser.parse_args(["--optim", "adamw_bf16_khan"]))
+    half = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+    scaler, optimizer = torch.amp.GradScaler("cpu"), hf_lowprec.AdamW([half])
+    scaler.scale(half.sum()).backward()
+    provoke("Attempting to unscale FP16 gradients.", lambda: scaler.step(optimizer))
     states = {"optimizer.param_groups.0.rounding": torch.zeros(1)}
     provoke(
         "Missing key in checkpoint state_dict: …",

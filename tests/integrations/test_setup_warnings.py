@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
+from torch.optim.swa_utils import AveragedModel
+from transformers import AutoModelForCausalLM, Trainer
 
 import hf_lowprec
 from hf_lowprec.integrations.live_models import setup_warnings
@@ -78,6 +79,16 @@ class Quantized(nn.Module):
         self.low_rank, self.norm = nn.Linear(64, 16), nn.LayerNorm(64)
 
 
+class Ema(nn.Linear):
+    """A layer that is trained."""
+
+
+def averaged(average):
+    """A cast model and its average."""
+    model = cast(nn.Sequential(nn.Linear(64, 64)))
+    return nn.ModuleList([model, average(model).requires_grad_(False)])
+
+
 SILENT = {
     "a cast model": lambda: cast(llama()),
     "kept in FP32 as a whole": lambda: cast(nn.Sequential(nn.Linear(64, 64)), keep_fp32="0"),
@@ -87,7 +98,9 @@ SILENT = {
     "a head on a base in 16 bits": lambda: nn.ModuleList([llama().to(BF16).requires_grad_(False), nn.Linear(64, 64)]),
     "a small model": lambda: nn.Linear(8, 8),
     "vectors": lambda: nn.LayerNorm(4096),
-    "16 bits without a cast": lambda: llama().to(BF16),
+    "16 bits as loaded": lambda: AutoModelForCausalLM.from_config(llama().config, dtype=BF16),
+    "an average in FP32": lambda: averaged(hf_lowprec.AveragedModel),
+    "a layer with a name like an average": lambda: cast(Ema(64, 64)),
 }
 
 
@@ -131,7 +144,26 @@ def test_a_model_that_is_converted_after_the_cast(caplog, convert):
     stepped(convert(cast(llama())))
     (text,) = said(caplog)
     assert "5 modules that cast_model has kept in FP32 (LlamaRMSNorm, …) are in 16 bits" in text
-    assert "as with model.to(torch.bfloat16). Remove that line" in text
+    assert "as with model.to(torch.bfloat16) or Lightning's precision='bf16-true'. Remove that line" in text
+
+
+def test_rotary_embeddings_that_were_converted_with_the_model(caplog):
+    model = llama().to(BF16)
+    stepped(model)
+    (text,) = said(caplog)
+    assert "rotary embeddings (LlamaRotaryEmbedding) are in 16 bits and encode wrong positions" in text
+    assert "Call hf_lowprec.cast_model(model) instead of that line, or after it" in text
+    hf_lowprec.cast_model(model)  # what the warning says
+    exact = llama().model.rotary_emb.inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+
+
+def test_an_average_in_16_bits(caplog):
+    model = averaged(AveragedModel)
+    stepped(model, params=model[0].parameters())
+    (text,) = said(caplog)
+    assert text.startswith("hf_lowprec: AveragedModel averages weights in 16 bits")
+    assert "Use hf_lowprec.AveragedModel(model)" in text
 
 
 def test_tensors_that_belong_to_no_model(caplog):

@@ -198,7 +198,7 @@ def test_what_cannot_be_stepped_is_refused(options, shapes, message):
 @pytest.mark.parametrize(
     ("group", "error", "message"),
     [
-        ({"use_muon": "False"}, ValueError, "use_muon='False' in param group 0 is not True or False"),
+        ({"use_muon": "maybe"}, ValueError, "use_muon='maybe' in param group 0 is not True or False"),
         ({"use_moun": False}, ValueError, "'use_moun' in param group 0 is not an argument of Muon; is it 'use_muon'"),
         ({"params": set(parameters([(4, 4)]))}, TypeError, "set"),
     ],

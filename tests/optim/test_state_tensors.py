@@ -55,7 +55,7 @@ def test_a_dtype_per_state():
         ({"state_dtype": INT8, "state_rounding": "nearest"}, "state_rounding='nearest' in param group 0 is not"),
         ({"state_dtype": {"exp_avg": INT8}, "state_rounding": "nearest"}, "always rounded stochastically"),
         ({"state_dtype": {"max_exp_avg_sq": INT8}, "amsgrad": True}, "max_exp_avg_sq does not average over steps"),
-        ({"state_dtype": torch.uint8}, "use torch.bfloat16, torch.float32 or torch.int8"),
+        ({"state_dtype": torch.uint8}, "use bfloat16, float32 or int8"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):
@@ -69,5 +69,3 @@ def test_optim_args():
 
     assert parsed("state_dtype=int8") == parsed("state_dtype=torch.int8") == INT8
     assert parsed("state_dtype=exp_avg:int8|exp_avg_sq:bfloat16") == {"exp_avg": INT8, "exp_avg_sq": BF16}
-    with pytest.raises(ValueError, match="use bfloat16, float32, int8, or a dtype per state"):
-        parsed("state_dtype=8bit")

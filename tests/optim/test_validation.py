@@ -21,9 +21,8 @@ def bf16(count: int = 3) -> list[nn.Parameter]:
 @pytest.mark.parametrize(
     ("cls", "arguments", "message"),
     [
-        (AdamW, {"amsgrad": "yes"}, "amsgrad='yes' in param group 0 is not True or False"),
+        (AdamW, {"amsgrad": "maybe"}, "amsgrad='maybe' in param group 0 is not True or False"),
         (AdamW, {"maximize": 3}, "maximize=3 in param group 0 is not True or False"),
-        (SGD, {"nesterov": "False", "momentum": 0.9}, "nesterov='False' in param group 0 is not True or False"),
         (AdamW, {"lr": float("inf")}, "lr=inf is invalid; it must be a number >= 0 that FP32 can hold"),
         (AdamW, {"eps": None}, "eps=None is invalid"),
         (AdamW, {"seed": 1.5}, "seed=1.5 in param group 0 is not an integer"),
@@ -37,14 +36,6 @@ def test_a_value_of_the_wrong_kind_is_named(cls, arguments, message):
 
 HUGE = 10**5000  # of more digits than Python writes
 NUMBERS = [
-    *(
-        ({name: text}, rf"{name}='{text}' is invalid.*without the quotes")
-        for name in ("lr", "eps")
-        for text in ("1e-8",)
-    ),
-    ({"betas": ("0.9", "0.99")}, r"betas\[0\]='0.9' is invalid.*give 0.9 without the quotes"),
-    ({"betas": (0.9, "much")}, r"betas\[1\]='much' is invalid; it must be a number >= 0 and < 1$"),
-    ({"max_grad_norm": "1.0"}, r"max_grad_norm='1.0' is invalid"),
     ({"lr": 10**400}, r"lr=<an integer of 1329 bits> is invalid"),
     ({"weight_decay": HUGE}, r"weight_decay=<an integer of 16610 bits> is invalid"),
     ({"lr": 1e39}, r"lr=1e\+39 is invalid; it must be a number >= 0 that FP32 can hold \(up to 3.4e38\)"),

@@ -7,8 +7,9 @@ only parameters, so their model is searched for among all live modules.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.fp32_rules.rotary import is_rotary
 from hf_lowprec.casting.hooks.module_hooks import upcasts_inputs
 from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.integrations.live_models.live_modules import live_modules
@@ -30,6 +32,9 @@ _MATRIX = 1024
 """Matrices with fewer elements train in FP32 without a warning."""
 _SEARCHES = 8
 """Limit of searches of each kind (0.1 s each) per process, since there may be one optimizer per parameter."""
+_AVERAGES = re.compile("AveragedModel|Ema|EMA")
+"""In names of classes: torch's, timm's `ModelEmaV3`, and others."""
+_CONVERSIONS = "model.to(torch.bfloat16) or Lightning's precision='bf16-true'"
 _searches: Counter[Callable[..., str | None]] = Counter()
 """Searches of each kind so far; `_SEARCHES` once its warning was given."""
 
@@ -51,7 +56,9 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
     if without_grad:
         _warn_if_found(_replaced_parameters, without_grad, len(params))
     if any(param.dim() == 1 for param in in_16_bits):
-        _warn_if_found(_converted_after_cast, in_16_bits)
+        _warn_if_found(_converted_as_a_whole, in_16_bits)
+    if in_16_bits:
+        _warn_if_found(_rounded_average, in_16_bits)
     if not in_16_bits and any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
         _warn_if_found(_uncast_model, params)
     if in_16_bits and ranks > 1:
@@ -92,21 +99,42 @@ def _replaced_parameters(without_grad: list[Tensor], count: int) -> str | None:
     )
 
 
-def _converted_after_cast(params: list[Tensor]) -> str | None:
-    """Warn if 16-bit `params` belong to modules that a cast has kept in FP32."""
-    ids = set(map(id, params))
-    converted = [
-        type(module).__name__
-        for module in live_modules()
-        if upcasts_inputs(module) and any(id(param) in ids for param in module._parameters.values())
-    ]
-    if not converted:
-        return None
-    return (
-        f"{len(converted)} modules that cast_model has kept in FP32 ({converted[0]}, …) are in 16 bits: the model was "
-        "converted after the cast, as with model.to(torch.bfloat16). Remove that line, since cast_model has converted "
-        "everything else"
-    )
+def _converted_as_a_whole(params: list[Tensor]) -> str | None:
+    """Warn if modules are in 16 bits that a cast of the model of the 16-bit `params` has kept in FP32, or would keep.
+
+    Without a cast, only rotary embeddings count: theirs is the error that training cannot correct.
+    """
+    modules = [module for model in _models_of(params) for module in model.modules()]
+    kept = [type(m).__name__ for m in modules if upcasts_inputs(m) and _in_16_bits(m._parameters)]
+    if kept:
+        return (
+            f"{len(kept)} modules that cast_model has kept in FP32 ({kept[0]}, …) are in 16 bits: the model was "
+            f"converted after the cast, as with {_CONVERSIONS}. Remove that line, since cast_model has converted "
+            "everything else"
+        )
+    rotary = [type(m).__name__ for m in modules if is_rotary(m) and _in_16_bits(m._buffers)]
+    if rotary:
+        return (
+            f"rotary embeddings ({rotary[0]}) are in 16 bits and encode wrong positions: the model was converted as a "
+            f"whole, as with {_CONVERSIONS}. Call hf_lowprec.cast_model(model) instead of that line, or after it"
+        )
+    return None
+
+
+def _in_16_bits(tensors: Mapping[str, Tensor | None]) -> bool:
+    return any(tensor is not None and tensor.dtype in LOW_PRECISION_DTYPES for tensor in tensors.values())
+
+
+def _rounded_average(params: list[Tensor]) -> str | None:
+    """Warn if a class of another library averages weights in 16 bits. Modules that hold any of `params` are trained."""
+    averages = (module for module in live_modules() if _AVERAGES.search(type(module).__name__))
+    for module in averages:
+        if _in_16_bits(dict(module.named_parameters())) and not _holding(params, [module]):
+            return (
+                f"{type(module).__name__} averages weights in 16 bits, which rounds away most of each update. Use "
+                "hf_lowprec.AveragedModel(model), and update_parameters(model, optimizer), which average in FP32"
+            )
+    return None
 
 
 def _uncast_model(params: list[Tensor]) -> str | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.arguments import split_items
 from hf_lowprec.rounding import MODES, mode_name
 
 EXPECTED = (
@@ -44,7 +45,7 @@ class RoundingSchedule:
         Raises:
             ValueError: a mode is unknown, a share is missing, superfluous or out of range, or they add up to 1 or more.
         """
-        *first, last = ([part.strip() for part in phase.split(":")] for phase in text.split("|"))
+        *first, last = ([part.strip() for part in phase.split(":")] for phase in split_items(text))
         if any(len(phase) != 2 for phase in first) or len(last) != 1:
             raise ValueError(text)
         shares = [float(share) for _, share in first]

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
 
 from hf_lowprec.integrations.transformers.optim_args import join_numbers, optim_args_of, optimizer_name
@@ -56,7 +55,7 @@ def checked_arguments(args: Any) -> dict[str, Any]:
         ValueError: see `optimizer_arguments`; or a value is out of range; or `optim_target_modules` or TRL's
             `cast_lm_head_to_fp32` is set, which these optimizers do not support; or see `check_gradient_release`.
     """
-    cls, kwargs = optimizer_arguments(args)
+    _, kwargs = optimizer_arguments(args)
     if args.optim_target_modules:
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r} selects modules for GaLore and APOLLO, but "
@@ -66,13 +65,10 @@ def checked_arguments(args: Any) -> dict[str, Any]:
         raise ValueError(
             "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
         )
-    param = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    if kwargs.get("gradient_release"):
+    if kwargs.get("gradient_release") is True:
         norm = optim_args_of(args).optimizer.get("max_grad_norm", args.max_grad_norm)
         check_gradient_release(args, norm, str(kwargs.get("clip", "exact")))
-    # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.
-    cls([param], **{"first_parameter": 0, **kwargs})
-    return kwargs
+    return optimizer_factory(optimizer_name(args), **kwargs)[1]
 
 
 def check_gradient_release(args: Any, max_grad_norm: float, clip: str) -> None:

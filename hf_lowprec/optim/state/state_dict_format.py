@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.arguments import dtype_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
 from hf_lowprec.optim.state.low_bits import RandomStream, low_bits_state, random_streams
-from hf_lowprec.optim.validation import STATE_DTYPES
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import low_bits_to_save
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -115,7 +115,7 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
 
     def loaded_group(group: ParamGroup) -> ParamGroup:
-        group = _with_state_dtype(group, _dtype)
+        group = _with_state_dtype(group, dtype_of)
         carried = group.get(_CARRIER)
         if not isinstance(carried, str) or not carried.startswith("{"):
             return group
@@ -171,10 +171,6 @@ def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tenso
 
 def _dtype_name(value: Any) -> Any:
     return dtype_name(value) if isinstance(value, torch.dtype) else value
-
-
-def _dtype(value: Any) -> Any:
-    return next((dtype for dtype in STATE_DTYPES if value == _dtype_name(dtype)), value)
 
 
 def _with_state_dtype(group: ParamGroup, convert: Callable[[Any], Any]) -> ParamGroup:

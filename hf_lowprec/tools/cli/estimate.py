@@ -80,6 +80,9 @@ def estimate(
     lora: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also show LoRA of this rank on all linear layers.")
     ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Find optimizer and options that fit in --gpu-memory; else, exit with 1.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
 ) -> None:
     """Estimate the memory of training.
@@ -89,6 +92,9 @@ def estimate(
     activations are counted in a forward and backward without values. Not
     included: the layers that FSDP2 gathers during a step, DDP's buckets, scratch
     memory of kernels, and CUDA's own memory.
+
+    With --fit, settings are tried from the best to the smallest, by default with
+    one sequence of 4096 tokens.
     """
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
@@ -99,6 +105,12 @@ def estimate(
         raise typer.BadParameter(
             f"unknown: {', '.join(unknown)}; valid are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
         )
+    if fit and (gpu_memory is None or optim or optim_args or compare):
+        raise typer.BadParameter(
+            "--fit needs --gpu-memory, and chooses the optimizer: leave out --optim, --optim-args and --compare"
+        )
+    if fit:
+        batch_size, sequence_length = batch_size or 1, sequence_length or 4096
     if (batch_size is None) != (sequence_length is None):
         raise typer.BadParameter("activations need both --batch-size and --sequence-length")
     if gradient_checkpointing and batch_size is None:
@@ -110,6 +122,8 @@ def estimate(
         def build() -> PreTrainedModel:
             return build_empty_model(config, cls)  # type: ignore[return-value]
 
+        if fit:
+            return _fit_settings(model, cls.__name__, build, setup, lora or 16, as_json)
         rows, notes = estimate_rows(build, names, optim_args, setup, compare, lora)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
@@ -117,6 +131,30 @@ def estimate(
         print(json.dumps({"model": model, "class": cls.__name__, **_as_data(rows, notes, setup)}, indent=2))
     else:
         _print(f"{model}: {cls.__name__}", rows, notes, setup)
+
+
+def _fit_settings(
+    model: str, cls: str, build: Callable[[], PreTrainedModel], setup: Setup, lora: int, as_json: bool
+) -> None:
+    """Find the settings that fit, and print them.
+
+    Raises:
+        InputError: activations cannot be estimated.
+        typer.Exit: nothing fits.
+    """
+    from hf_lowprec.tools.cli.estimate_fit import as_data, print_table
+    from hf_lowprec.tools.estimate.fit import find_fit
+
+    gpus, steps, gpu_memory, batch_size, length, checkpointing = setup
+    assert gpu_memory is not None and batch_size is not None and length is not None
+    found = find_fit(build, gpu_memory * GIB, gpus, batch_size, steps, length, checkpointing, lora)
+    if as_json:
+        print(json.dumps({"model": model, "class": cls, "setup": setup._asdict(), **as_data(found)}, indent=2))
+    else:
+        title = f"{model}: {cls}, {steps * batch_size} x {length:,} tokens per GPU and step"
+        print_table(title, found, gpu_memory, lora)
+    if found.best is None:
+        raise typer.Exit(1)
 
 
 def estimate_rows(

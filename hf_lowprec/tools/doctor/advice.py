@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hf_lowprec.integrations.transformers.optim_args import option_strings
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.tools.doctor.prediction import ModePrediction, Prediction
 from hf_lowprec.tools.doctor.update_sizes import ALL
@@ -83,9 +84,9 @@ def recommend(prediction: Prediction, optim_args: str | None = None) -> Advice:
     """
     run = prediction.run
     kept = [
-        pair
-        for pair in (optim_args or "").split(",")
-        if run.is_ours and pair.partition("=")[0].strip() not in ("", *_ROUNDING_OPTIONS)
+        f"{key}={value}"
+        for key, value in (option_strings(optim_args or "") if run.is_ours else {}).items()
+        if key not in _ROUNDING_OPTIONS
     ]
     stochastic, split = (prediction.by_mode[mode] for mode in ("stochastic", "split"))
     noise = max((part.noise for part in stochastic.values()), default=0.0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 
-from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, option_strings
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.state_tensors import state_dtype
@@ -84,13 +84,11 @@ def optimizer_of_checkpoint(folder: Path, optim_args: str | None, betas: Betas) 
     found = group.training_arguments if group else None
     if group is None or found is None:
         return {"optim": STOCK[0]}
-    given = (optim_args or "").split(",")
-    keys = {pair.partition("=")[0].strip() for pair in given}
-    options = [f"{key}={value}" for key, value in found[1].items() if key not in keys]
+    options = {**found[1], **option_strings(optim_args or "")}
     saved = group.betas or (None, None)
     return {
         "optim": found[0],
-        "optim_args": ",".join([*options, *filter(None, given)]) or None,
+        "optim_args": ",".join(map("=".join, options.items())) or None,
         "betas": tuple(value if mine is None else mine for mine, value in zip(betas, saved, strict=True)),
     }
 

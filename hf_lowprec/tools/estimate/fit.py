@@ -1,0 +1,153 @@
+"""Find settings whose training fits in a GPU's memory, for `hf-lowprec estimate --fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from hf_lowprec.tools.estimate.activations import Activations, choose_attention, estimate_activations
+from hf_lowprec.tools.estimate.rows import lora_row, low_precision_row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RESERVE = 2 << 30
+"""Bytes that stay free: CUDA's own memory, scratch memory of kernels, and what a card has less than its name says."""
+
+_INT8, _RELEASE = "state_dtype=int8", "gradient_release=True,clip=delayed"
+
+
+class Option(NamedTuple):
+    """An optimizer with its options, as in TrainingArguments.
+
+    Attributes:
+        title: the words for it.
+        optim: as in TrainingArguments.
+        optim_args: as in TrainingArguments.
+        gradient_checkpointing: as in TrainingArguments.
+    """
+
+    title: str
+    optim: str
+    optim_args: str = ""
+    gradient_checkpointing: bool = True
+
+
+OPTIONS = (
+    Option("split, without gradient checkpointing", "adamw_bf16_split", gradient_checkpointing=False),
+    Option("split", "adamw_bf16_split"),
+    Option("split, gradient release", "adamw_bf16_split", _RELEASE),
+    Option("split, 8-bit states", "adamw_bf16_split", _INT8),
+    Option("split, 8-bit states, gradient release", "adamw_bf16_split", f"{_INT8},{_RELEASE}"),
+    Option("split24, 8-bit states", "adamw_bf16_split24", _INT8),
+    Option("split24, 8-bit states, gradient release", "adamw_bf16_split24", f"{_INT8},{_RELEASE}"),
+    Option("stochastic", "adamw_bf16_sr"),
+    Option("stochastic, gradient release", "adamw_bf16_sr", _RELEASE),
+    Option("stochastic, 8-bit states", "adamw_bf16_sr", _INT8),
+    Option("stochastic, 8-bit states, gradient release", "adamw_bf16_sr", f"{_INT8},{_RELEASE}"),
+)
+"""From the best to the smallest. Checkpointing and smaller micro-batches cost time; release costs exact clipping, 8-bit
+states and the other modes accuracy."""
+
+
+class Setting(NamedTuple):
+    """An option with a size of micro-batches, and its memory.
+
+    Attributes:
+        option: the optimizer with its options.
+        batch_size: sequences per GPU and micro-batch.
+        gradient_accumulation_steps: micro-batches per step.
+        sync_each_batch: whether FSDP2 reduces gradients after every micro-batch, so that it keeps only shards of them.
+        peak: the most bytes that a GPU holds at once.
+        missing: bytes that a GPU lacks; at most 0 if the setting fits.
+        checkpoint: bytes of a checkpoint on disk: weights and optimizer state.
+    """
+
+    option: Option
+    batch_size: int
+    gradient_accumulation_steps: int
+    sync_each_batch: bool
+    peak: float
+    missing: float
+    checkpoint: int
+
+
+class Fit(NamedTuple):
+    """What fits.
+
+    Attributes:
+        settings: from the best to the smallest.
+        load_in_fp32: bytes of host memory for the model in FP32.
+        adapters: bytes of a GPU for LoRA, without activations.
+    """
+
+    settings: list[Setting]
+    load_in_fp32: int
+    adapters: float
+
+    @property
+    def best(self) -> Setting | None:
+        """The first setting that fits."""
+        return next((setting for setting in self.settings if setting.missing <= 0), None)
+
+
+def find_fit(
+    build: Callable[[], PreTrainedModel],
+    gpu_bytes: float,
+    gpus: int,
+    batch_size: int,
+    gradient_accumulation_steps: int,
+    sequence_length: int,
+    gradient_checkpointing: bool,
+    lora: int,
+) -> Fit:
+    """Try each option with the largest micro-batch that fits, or else the one that needs the least memory.
+
+    A step sees the same sequences in all settings, so gradient release, which cannot accumulate, has one micro-batch.
+
+    Args:
+        build: builds the model in FP32 on the meta device.
+        gpu_bytes: memory of each GPU.
+        gpus: number of GPUs over which FSDP2 shards the training state.
+        batch_size: sequences per GPU in the largest micro-batch.
+        gradient_accumulation_steps: micro-batches of that size per step.
+        sequence_length: tokens per sequence.
+        gradient_checkpointing: whether to try no options without it.
+        lora: the rank of the adapters.
+
+    Raises:
+        InputError: the activations of the model cannot be estimated.
+    """
+    counted: dict[tuple[bool, int], Activations] = {}  # the same for all optimizers: they train the same BF16 model
+
+    def try_setting(option: Option, size: int, sync: bool) -> Setting:
+        steps = gradient_accumulation_steps * batch_size // size
+        model = build()
+        row = low_precision_row(model, option.optim, option.optim_args or None, gpus, 1 if sync else steps)
+        key = option.gradient_checkpointing, size
+        if key not in counted:
+            choose_attention(model)
+            counted[key] = estimate_activations(model, size, sequence_length, option.gradient_checkpointing)
+        peak = row._replace(activations=counted[key]).peak(gpus, steps)
+        assert peak is not None
+        checkpoint = row.memory.weights.total() + row.memory.state.total()
+        return Setting(option, size, steps, sync, peak, peak + RESERVE - gpu_bytes, checkpoint)
+
+    divisors = [each for each in range(batch_size, 0, -1) if batch_size % each == 0]
+    settings = []
+    for option in OPTIONS:
+        releases = _RELEASE in option.optim_args
+        if (releases and gradient_accumulation_steps > 1) or gradient_checkpointing > option.gradient_checkpointing:
+            continue
+        sizes = [batch_size] if releases or not option.gradient_checkpointing else divisors
+        tries = [(size, False) for size in sizes]
+        if gpus > 1:
+            tries += [(size, True) for size in sizes if size < batch_size * gradient_accumulation_steps]
+        tried = []
+        for size, sync in tries:
+            tried.append(try_setting(option, size, sync))
+            if tried[-1].missing <= 0:
+                break
+        settings.append(min(tried, key=lambda setting: setting.peak))
+    adapters = lora_row(build(), lora, gpus, gradient_accumulation_steps).per_gpu(gpus)
+    return Fit(settings, 4 * sum(param.numel() for param in build().parameters()), adapters)
