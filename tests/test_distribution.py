@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.release_links import LINK, write_links
+from tools.release_links import IMAGE, LINK, write_links
 
 ROOT = Path(__file__).resolve().parents[1]
 URL = "https://example.org/owner/name"
@@ -68,8 +68,9 @@ def test_the_metadata_have_links_and_a_page_that_needs_no_other_file(built: Path
     assert links["Changelog"] == f"{URL}/blob/v0.1.0/CHANGELOG.md"
     page = str(found.get_payload())
     assert page.startswith("# hf_lowprec")
-    assert LINK.search(page) is None
-    assert re.search(rf"!\[[^\]]+\]\({URL}/raw/v0\.1\.0/docs/\S+\)", page)
+    assert LINK.search(page) is None and IMAGE.search(page) is None
+    for kind in ("src", "srcset"):
+        assert re.search(rf'{kind}="{URL}/raw/v0\.1\.0/docs/[^"]+"', page), kind
     assert found.get_all("License-Expression") == ["Apache-2.0"]
 
 

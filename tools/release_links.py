@@ -15,6 +15,9 @@ from pathlib import Path
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^()\s]+)\)")
 """A link or an image of Markdown with a relative address."""
 
+IMAGE = re.compile(r'\b(src|srcset)="(?!https?:)([^"\s]+)"')
+"""The relative address of an image in HTML, which can have a width and a dark version."""
+
 
 def write_links(root: Path, url: str, tag: str, site: str) -> None:
     """Write the links into the checkout in `root`.
@@ -44,7 +47,8 @@ def write_links(root: Path, url: str, tag: str, site: str) -> None:
         return f"{image}[{label}]({url}/{'raw' if image else 'blob'}/{tag}/{path})"
 
     readme = root / "README.md"
-    readme.write_text(LINK.sub(absolute, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    text = LINK.sub(absolute, readme.read_text(encoding="utf-8"))
+    readme.write_text(IMAGE.sub(rf'\1="{url}/raw/{tag}/\2"', text), encoding="utf-8")
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def fine_tune(
         raise ValueError(f"bfloat16_norms=True ignores optim_args={variant.optim_args!r}; use a variant without them")
     by_name = not bfloat16_norms  # else the same optimizer, handed over as a class: nothing of ours sees the model
     if not (variant.is_ours and by_name):
-        cast_whole_model(model, variant.dtype)
+        cast_whole_model(model, getattr(torch, variant.dtype))
     trainer = Trainer(
         model=model,
         args=_arguments(settings, variant.optim if by_name else "adamw_torch", variant.optim_args, folder),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import Result
 
 from hf_lowprec.tools.cli import demo as demo_command
@@ -18,10 +19,10 @@ pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
 
 from hf_lowprec.tools.demo import stages
-from hf_lowprec.tools.demo.variants import VARIANTS
+from hf_lowprec.tools.demo.variants import DEFAULT, VARIANTS
 
 STEPS = 6
-HEADINGS = ("way", "validation", "change", "weights", "grads", "state", "updates", "seconds")
+HEADINGS = ("way", "validation", "compared", "weights", "grads", "state", "updates", "seconds")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BF16_ULP = 2.0**-8
 
@@ -41,11 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> Result:
-    """The built-in demonstration in four variants, once for all tests."""
+    """The built-in demonstration in every variant, once for all tests."""
     # Evaluation is most of so short a run.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "VALIDATION_BLOCKS", 8)
-        result = invoke("--steps", STEPS, "--output-dir", folder)
+        result = invoke("--steps", STEPS, "--ways", ",".join(VARIANTS), "--output-dir", folder)
     assert result.exit_code == 0, result.output
     return result
 
@@ -62,17 +63,43 @@ def test_the_tables_have_every_variant_and_column_uncut(done: Result, folder: Pa
 
 def test_the_table_shows_the_numbers_of_the_file(done: Result, folder: Path) -> None:
     for stage in results(folder)["stages"]:
+        exact = stage["runs"].pop("fp32")
         for name, run in stage["runs"].items():
-            shown = (f"{run['final']:.4f}", f"{run['final'] - run['start']:+.4f}")
+            shown = (f"{run['final']:.4f}", f"{run['final'] - exact['final']:+.4f}")
             rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(VARIANTS[name].label)]
             assert any(set(shown) <= set(row) for row in rows), (name, shown)
 
 
-def test_the_plot_is_a_png_of_its_size(done: Result, folder: Path) -> None:
-    image = (folder / "validation-loss.png").read_bytes()
+@pytest.mark.parametrize("stage", ["pretraining", "fine-tuning"])
+def test_the_plot_is_a_png_of_its_size(done: Result, folder: Path, stage: str) -> None:
+    image = (folder / f"{stage}.png").read_bytes()
     assert image.startswith(PNG_SIGNATURE)
     width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
-    assert (width, height) == (1800, 675)
+    assert (width, height) == (990, 720)
+
+
+def test_every_run_has_its_number(done: Result) -> None:
+    lines = done.output.splitlines()
+    assert lines[0] == "10 runs of 6 steps. Loading torch and transformers ..."
+    assert lines[1] == "run 1 of 10: pretraining, FP32 AdamW"
+    assert lines[2].startswith("run 1 of 10: pretraining, FP32 AdamW     validation loss 5.5")
+    assert lines[20].startswith("run 10 of 10: fine-tuning, BF16 Kahan")
+
+
+def test_a_file_says_at_once_which_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("w") as log, demo_command._Progress(Console(file=log), 8, 1000) as progress:
+        progress.callbacks.on_run("pretraining", VARIANTS["fp32"])
+        progress.callbacks.on_step()
+        assert (tmp_path / "log").read_text() == "run 1 of 8: pretraining, FP32 AdamW\n"
+        monkeypatch.setattr(demo_command, "SILENCE", -1.0)
+        progress.callbacks.on_step()
+        assert (tmp_path / "log").read_text().endswith("\nrun 1 of 8: pretraining, FP32 AdamW, step 2 of 1000\n")
+
+
+def test_the_recommended_modes_are_shown_and_the_time_is_said() -> None:
+    assert DEFAULT == ("fp32", "nearest", "split", "sr")
+    assert "8 runs of 1000 steps, about 5 minutes" in demo_command._plan(8, demo_command.STEPS, True)
+    assert "about" not in demo_command._plan(8, demo_command.STEPS, False)
 
 
 def test_the_file_holds_both_stages_and_everything_to_do_it_again(done: Result, folder: Path) -> None:
@@ -80,7 +107,7 @@ def test_the_file_holds_both_stages_and_everything_to_do_it_again(done: Result, 
     assert [stage["name"] for stage in found["stages"]] == ["pretraining", "fine-tuning"]
     assert found["seed"] == 0 and torch.__version__.startswith(found["versions"]["torch"])
     for stage in found["stages"]:
-        assert list(stage["runs"]) == ["fp32", "nearest", "kahan", "sr"]
+        assert list(stage["runs"]) == [*VARIANTS]
         assert stage["settings"]["steps"] == STEPS
         assert stage["blocks"] == {"train": STEPS * stages.BATCH_SIZE, "validation": 8, "length": 128}
         for run in stage["runs"].values():
@@ -99,7 +126,8 @@ def test_measured_bytes_are_what_the_dtypes_say(done: Result, folder: Path) -> N
     expected = {
         "fp32": {"weights": 4, "gradients": 4, "state": 8 + torchs_step},
         "nearest": {"weights": 2, "gradients": 2, "state": 4 + torchs_step},
-        # An FP32 norm has FP32 moments and no compensation.
+        # An FP32 norm has FP32 moments, no remainder and no compensation.
+        "split": {"weights": mixed, "gradients": mixed, "state": 6 * (1 - norms) + 8 * norms + step},
         "kahan": {"weights": mixed, "gradients": mixed, "state": 6 * (1 - norms) + 8 * norms + step},
         "sr": {"weights": mixed, "gradients": mixed, "state": 4 * (1 - norms) + 8 * norms + step},
     }
@@ -117,13 +145,14 @@ def test_all_variants_see_the_same_weights_and_data(done: Result, folder: Path) 
             assert run["training"][0][1] == pytest.approx(runs["fp32"]["training"][0][1], rel=BF16_ULP / 4)
             assert run["start"] == pytest.approx(runs["fp32"]["start"], rel=BF16_ULP / 4)
         # Norms aside, ours start from the same bits.
-        assert runs["kahan"]["training"][0] == runs["sr"]["training"][0]
+        assert runs["split"]["training"][0] == runs["kahan"]["training"][0] == runs["sr"]["training"][0]
 
 
 def test_lost_updates_tell_the_variants_apart(done: Result, folder: Path) -> None:
     lost = {name: run["lost_updates"] for name, run in results(folder)["stages"][1]["runs"].items()}
     assert abs(lost["fp32"]) < 1e-4
     assert lost["nearest"] > 0.3
+    assert abs(lost["split"]) < 1e-4
     assert abs(lost["kahan"]) < 0.01
     assert abs(lost["sr"]) < 0.1
 
@@ -170,7 +199,7 @@ def test_a_model_and_a_dataset_of_ones_own(own_model: Path, tmp_path: Path, suff
     assert stage["settings"]["learning_rate"] == 2e-5
     assert stage["runs"]["fp32"]["bytes_per_parameter"]["weights"] == 4
     assert stage["runs"]["fp32"]["start"] == pytest.approx(math.log(32), rel=0.05)
-    assert (tmp_path / "out" / "validation-loss.png").is_file()
+    assert (tmp_path / "out" / "fine-tuning.png").is_file()
 
 
 def test_a_folder_of_text_files_is_a_dataset(own_model: Path, tmp_path: Path) -> None:
@@ -184,7 +213,7 @@ def test_a_folder_of_text_files_is_a_dataset(own_model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--ways", "fp32,khan"], "unknown: khan; valid are fp32, nearest, kahan, sr"),
+        (["--ways", "fp32,khan"], "unknown: khan; valid are fp32, nearest, split, sr, kahan"),
         (["--ways", ","], "none given"),
         (["--dataset", "text.txt"], "--dataset needs --model"),
         (["--batch-size", "8"], "--batch-size needs --model"),

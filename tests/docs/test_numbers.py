@@ -38,16 +38,29 @@ def fine_tuning(way: str, seeds: str = "2026-11-21-seeds-*") -> list[dict[str, A
     return [run["stages"][1]["runs"][way] for run in sorted(runs, key=lambda run: run["seed"])]
 
 
-def demo() -> list[str]:
-    fp32, nearest, sr = (fine_tuning(way)[0] for way in ("fp32", "nearest", "sr"))
-    kahan = fine_tuning("kahan", "2026-11-22-seeds-0-9-kahan")[0]
-    return [
-        f"validation loss ({fp32['start']:.4f} before)",
-        f"| FP32 AdamW | {fp32['final']:.4f} | 16 | {abs(fp32['lost_updates']):.0%} |",
-        f"| {nearest['final']:.4f} | 8 | {nearest['lost_updates']:.0%} |",
-        f"| `adamw_bf16_kahan` | {kahan['final']:.4f} | 10 | {kahan['lost_updates']:.0%} |",
-        f"| `adamw_bf16_sr` | {sr['final']:.4f} | 8 | {sr['lost_updates']:.0%} on average |",
-    ]
+def at_a_glance() -> list[str]:
+    """The first page's table: ten seeds of fine-tuning, the step and the training on an H200."""
+    on_h200 = gpus()[1]
+    steps = {found["optimizer"]: f"{found['device_ms']:.1f} ms" for found in on_h200["step_1b"]["rows"]}
+    speeds = {found["way"]: found["tokens_per_second"] for found in on_h200["training"][0]["rows"]}
+    latest = "2026-11-23-split-and-8-bits"
+    ways = (
+        ("FP32 AdamW; on the GPU with `bf16=True`", "16", fine_tuning("fp32"), "torch AdamW, FP32, fused"),
+        ("`model.to(torch.bfloat16)`", "8", fine_tuning("nearest"), "torch AdamW, BF16, fused"),
+        ("**`adamw_bf16_split`**, recommended", "10", fine_tuning("split", latest), "hf_lowprec AdamW, split"),
+        ("`adamw_bf16_sr`", "8", fine_tuning("sr"), "hf_lowprec AdamW, stochastic"),
+        (
+            *('`adamw_bf16_sr`, `optim_args="state_dtype=int8"`', "6.06", fine_tuning("sr-8bit", latest)),
+            "hf_lowprec AdamW, stochastic, 8-bit states",
+        ),
+    )
+    first, found = next(iter(speeds.values())), []
+    for label, size, runs, optimizer in ways:
+        lost = f"{abs(mean(run['lost_updates'] for run in runs)):.0%}" + "⁴" * ("_sr" in label)
+        speed = speeds.get(optimizer.replace("hf_lowprec AdamW,", "BF16, hf_lowprec"), first if size == "16" else None)
+        ratio = "" if speed is None else f"{speed / first:.2f} ×"
+        found.append(row(label, size, lost, f"{mean(run['final'] for run in runs):.4f}", steps[optimizer], ratio))
+    return [text.replace("  ", " ") for text in found]
 
 
 def lost_updates(digits: int, words: str) -> Callable[[], list[str]]:
@@ -271,13 +284,15 @@ def requirements() -> list[str]:
     needs = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["trainer"]
     least = {re.split(r"\W", need)[0]: need.partition(">=")[2] for need in needs}
     python = PROJECT["requires-python"].removeprefix(">=")
-    return [f"needs Python {python}, torch {least['torch']} and transformers {least['transformers']}, or newer"]
+    versions = (f"{name} {least[name]}" for name in ("torch", "transformers", "accelerate"))
+    return [f"needs Python {python}, {next(versions)}, {' and '.join(versions)}, or newer"]
 
 
 TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("README.md", requirements),
-    ("README.md", demo),
-    ("docs/index.md", demo),
+    ("README.md", at_a_glance),
+    ("docs/index.md", at_a_glance),
+    ("docs/quickstart.md", requirements),
     ("docs/performance/accuracy.md", lost_updates(1, "| {} |")),
     ("docs/guides/migrating.md", lost_updates(0, "lost {} of the weight changes")),
     ("docs/guides/migrating.md", bytes_when_migrating),

@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_lowprec.tools.demo.variants import DEFAULT, VARIANTS, Variant
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
     from hf_lowprec.tools.demo.stages import Stage
-    from hf_lowprec.tools.demo.variants import Variant
+    from hf_lowprec.tools.demo.training import Run
 
 STEPS, QUICK_STEPS, OWN_MODEL_STEPS = 1000, 150, 200
 """Optimizer steps per run: by default, with `--quick`, and with `--model`."""
+
+SILENCE = 20.0
+"""Seconds after which the step is printed again, in a file."""
 
 _WITH_MODEL = ("dataset", "dataset_config", "text_column", "learning_rate", "batch_size", "length")
 """Options that apply only to a model given with `--model`."""
@@ -26,16 +31,16 @@ _WITH_MODEL = ("dataset", "dataset_config", "text_column", "learning_rate", "bat
 
 def demo(
     context: typer.Context,
-    output_dir: Annotated[Path, typer.Option(help="Folder for the plot and the numbers.")] = Path("hf_lowprec-demo"),
+    output_dir: Annotated[Path, typer.Option(help="Folder for the plots and the numbers.")] = Path("hf_lowprec-demo"),
     quick: Annotated[
-        bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps per run; takes under two minutes.")
+        bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps per run; takes under two minutes, start-up included.")
     ] = False,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help=f"Optimizer steps per run; by default {STEPS} ({OWN_MODEL_STEPS} with --model)."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed for the weights and the data order.")] = 0,
-    ways: Annotated[str, typer.Option(help="Variants to train, separated by commas.")] = "fp32,nearest,kahan,sr",
+    ways: Annotated[str, typer.Option(help=f"Variants to train, of {', '.join(VARIANTS)}.")] = ",".join(DEFAULT),
     model: Annotated[
         str | None, typer.Option(help="Fine-tune this model instead: a name on the Hub, or a folder.")
     ] = None,
@@ -55,11 +60,23 @@ def demo(
 
     Without --model, nothing is downloaded: a small byte-level Llama is trained
     on the source code of Python's standard library, then fine-tuned on Python's
-    documentation. The four variants start from the same weights, see the same
-    data in the same order, and use the stock Trainer. Takes minutes on two CPU
-    cores.
+    documentation. The variants start from the same weights, see the same data
+    in the same order, and use the stock Trainer. Takes minutes on two CPU
+    cores; on busy ones, OMP_NUM_THREADS=1 makes it faster.
     """
     _require_extra()
+    variants = _parse_variants(ways)
+    for name in _WITH_MODEL if model is None else ():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} needs --model", param_hint=option)
+    if model is None and VARIANTS["fp32"] not in variants:
+        typer.echo("also training fp32: the second stage starts from its result")
+        variants = [VARIANTS["fp32"], *variants]
+    steps = steps or (OWN_MODEL_STEPS if model is not None else QUICK_STEPS if quick else STEPS)
+    runs = len(variants) if model is not None else 2 * len(variants)
+    typer.echo(_plan(runs, steps, model is None))
     from rich.console import Console
 
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
@@ -70,12 +87,6 @@ def demo(
 
     quiet_libraries()
     console = Console()
-    variants = _parse_variants(ways)
-    for name in _WITH_MODEL if model is None else ():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{option} needs --model", param_hint=option)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,12 +94,9 @@ def demo(
     started = time.perf_counter()
     try:
         if model is None:
-            variants = _add_fp32(variants, console)
-            steps = steps or (QUICK_STEPS if quick else STEPS)
-            with _ProgressBar(console, 2 * len(variants) * steps) as bar:
-                done = stages.pretrain_and_fine_tune(variants, steps, seed, output_dir, bar.callbacks)
+            with _Progress(console, runs, steps) as progress:
+                done = stages.pretrain_and_fine_tune(variants, steps, seed, output_dir, progress.callbacks)
         else:
-            steps = steps or OWN_MODEL_STEPS
             build, encode = pretrained.load_model(model, length)
             text = (
                 pretrained.load_text(dataset, dataset_config, text_column)
@@ -97,8 +105,8 @@ def demo(
             )
             blocks = token_blocks(text, encode, length, steps * batch_size, stages.VALIDATION_BLOCKS)
             settings = Settings(steps, batch_size, learning_rate, "constant_with_warmup", max(1, steps // 20), seed)
-            with _ProgressBar(console, len(variants) * steps) as bar:
-                done = stages.fine_tune(variants, build, blocks, settings, output_dir, bar.callbacks)
+            with _Progress(console, runs, steps) as progress:
+                done = stages.fine_tune(variants, build, blocks, settings, output_dir, progress.callbacks)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     seconds = time.perf_counter() - started
@@ -129,8 +137,6 @@ def _require_extra() -> None:
 
 def _parse_variants(names: str) -> list[Variant]:
     """The variants named by `--ways`, in the order of `VARIANTS`."""
-    from hf_lowprec.tools.demo.variants import VARIANTS
-
     chosen = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if unknown := [name for name in chosen if name not in VARIANTS]:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; valid are {', '.join(VARIANTS)}", param_hint="--ways")
@@ -139,56 +145,53 @@ def _parse_variants(names: str) -> list[Variant]:
     return [variant for name, variant in VARIANTS.items() if name in chosen]
 
 
-def _add_fp32(variants: list[Variant], console: Console) -> list[Variant]:
-    """Add FP32 if it is missing, because fine-tuning starts from its result."""
-    from hf_lowprec.tools.demo.variants import VARIANTS
-
-    if VARIANTS["fp32"] in variants:
-        return variants
-    console.print("also training fp32: the second stage starts from its result")
-    return [VARIANTS["fp32"], *variants]
+def _plan(runs: int, steps: int, is_built_in: bool) -> str:
+    """What the user waits for, in a line."""
+    times = {STEPS: "5 minutes", QUICK_STEPS: "2 minutes"}
+    takes = f", about {times[steps]} on two idle CPU cores" if is_built_in and runs == 8 and steps in times else ""
+    return f"{runs} runs of {steps} steps{takes}. Loading torch and transformers ..."
 
 
-class _ProgressBar:
-    """One progress bar over all runs, and a line for each run when it ends."""
+class _Progress:
+    """Says which run is in progress: in a bar on a terminal, in lines in a file."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+    def __init__(self, console: Console, runs: int, steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import TimeRemainingColumn as Remaining
 
         from hf_lowprec.tools.demo import stages
 
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            *(
-                BarColumn(bar_width=16),
-                MofNCompleteColumn(),
-                TextColumn("steps"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            ),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("starting", total=steps)
-        self.callbacks = stages.Progress(
-            on_run=lambda stage, variant: self._progress.update(self._task, description=f"{stage}, {variant.label}"),
-            on_step=lambda: self._progress.advance(self._task),
-            on_result=lambda stage, variant, run: self._progress.print(
-                f"{stage + ',':<13} {variant.label:<16} validation loss {run.start:.4f} → {run.final:.4f}",
-                highlight=False,
-            ),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(16), TaskProgressColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, Remaining(), console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=runs * steps)
+        self._console, self._runs, self._steps = console, runs, steps
+        self._run, self._step, self._name, self._said = 0, 0, "", 0.0
+        self.callbacks = stages.Progress(self._on_run, self._on_step, self._on_result)
 
-    def __enter__(self) -> _ProgressBar:
-        self._progress.__enter__()
+    def _on_run(self, stage: str, variant: Variant) -> None:
+        self._run, self._step = self._run + 1, 0
+        self._name = f"run {self._run} of {self._runs}: {stage}, {variant.label}"
+        self._bar.update(self._task, description=self._name)
+        self._say(self._name)
+
+    def _on_step(self) -> None:
+        self._step += 1
+        self._bar.advance(self._task)
+        if time.monotonic() > self._said + SILENCE:
+            self._say(f"{self._name}, step {self._step} of {self._steps}")
+
+    def _on_result(self, stage: str, variant: Variant, run: Run) -> None:
+        self._console.print(f"{self._name:<40} validation loss {run.start:.4f} → {run.final:.4f}", highlight=False)
+
+    def _say(self, text: str) -> None:
+        """Print what the bar shows, where there is none."""
+        if not self._console.is_terminal:
+            self._console.print(text, highlight=False)
+            self._said = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._progress.__exit__(*exception)
+        self._bar.__exit__(*exception)

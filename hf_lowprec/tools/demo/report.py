@@ -19,15 +19,15 @@ from rich.table import Table
 from hf_lowprec.tools.demo.stages import Stage
 from hf_lowprec.tools.demo.variants import VARIANTS, Variant
 
-PLOT = "validation-loss.png"
 NUMBERS = "results.json"
 
 # Okabe and Ito's palette. Widths, dashes and markers differ too, so that overlapping curves can be told apart.
 _STYLES: dict[str, dict[str, Any]] = {
     "fp32": {"color": "#000000", "linewidth": 5, "alpha": 0.3},
     "nearest": {"color": "#D55E00", "linewidth": 1.8, "marker": "s", "markersize": 4},
-    "kahan": {"color": "#0072B2", "linewidth": 1.8, "marker": "o", "markersize": 4},
+    "split": {"color": "#0072B2", "linewidth": 1.8, "marker": "o", "markersize": 4},
     "sr": {"color": "#009E73", "linewidth": 1.8, "linestyle": "--", "marker": "^", "markersize": 5},
+    "kahan": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": ":", "marker": "v", "markersize": 4},
 }
 
 
@@ -39,6 +39,7 @@ def table(stage: Stage) -> Table:
         f"{stage.parameters:,} parameters, {settings.steps:,} steps of {tokens:,} tokens, "
         f"{settings.schedule.partition('_')[0]} learning rate {settings.learning_rate:g}"
     )
+    exact = stage.runs.get("fp32")
     lines = Table(
         title=f"[bold]{escape(stage.title)}[/bold]\n{details}",
         title_style="",
@@ -48,7 +49,7 @@ def table(stage: Stage) -> Table:
     )
     lines.add_column("way", no_wrap=True)
     for heading in (
-        *("validation\nloss", "change\nfrom start", "weights\nB/param", "grads\nB/param", "state\nB/param"),
+        *("validation\nloss", "compared\nwith FP32", "weights\nB/param", "grads\nB/param", "state\nB/param"),
         *("updates\nlost", "seconds"),
     ):
         lines.add_column(heading, justify="right", no_wrap=True)
@@ -57,7 +58,7 @@ def table(stage: Stage) -> Table:
         lines.add_row(
             VARIANTS[name].label,
             f"{run.final:.4f}",
-            f"{run.final - run.start:+.4f}",
+            "" if exact is None or run is exact else f"{run.final - exact.final:+.4f}",
             *(f"{size:.2f}" for size in bytes_each),
             _percent(run.lost_updates),
             f"{run.seconds:.1f}",
@@ -126,22 +127,25 @@ def _replace_nonfinite(value: Any) -> Any:
 
 
 def write(stages: Sequence[Stage], output_dir: Path, seed: int, model: str, seconds: float) -> list[Path]:
-    """Write the plot and the numbers to `output_dir` and return their paths."""
-    plot(stages, output_dir / PLOT)
+    """Write a plot of each stage and the numbers to `output_dir` and return their paths, the last stage first."""
+    plots = [output_dir / f"{stage.name}.png" for stage in stages]
+    for stage, path in zip(stages, plots, strict=True):
+        plot(stage, path)
     (output_dir / NUMBERS).write_text(json_text(numbers(stages, seed, model, seconds)), encoding="utf-8")
-    return [output_dir / PLOT, output_dir / NUMBERS]
+    return [*reversed(plots), output_dir / NUMBERS]
 
 
-def plot(stages: Sequence[Stage], path: Path) -> None:
-    """Plot validation loss against steps as a PNG, with one panel per stage."""
+def plot(stage: Stage, path: Path) -> None:
+    """Plot validation loss against steps as a PNG that can be read on a phone."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # Not pyplot: it would choose a backend for the whole process.
-    figure = Figure(figsize=(6 * len(stages), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    for k, stage in enumerate(stages):
-        axes = figure.add_subplot(1, len(stages), k + 1)
+    with matplotlib.rc_context({"font.size": 11}):
+        figure = Figure(figsize=(5.5, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
         for name, run in stage.runs.items():
             steps, losses = zip(*run.validation, strict=True)
             axes.plot(steps, losses, label=VARIANTS[name].label, **_STYLES[name])
@@ -158,4 +162,4 @@ def plot(stages: Sequence[Stage], path: Path) -> None:
         axes.set_ylabel("validation loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=180)

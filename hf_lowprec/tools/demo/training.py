@@ -109,7 +109,7 @@ def train_variant(
         on_step: called after every step.
     """
     if not variant.is_ours:
-        cast_whole_model(model, variant.dtype)
+        cast_whole_model(model, getattr(torch, variant.dtype))
     recorder = _Recorder(settings.steps, on_step)
     # Our names need no callback; this one keeps the precision report from being printed for every run.
     quiet = [LowPrecisionCallback(report=False, log_lost_updates=False)] if variant.is_ours else []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -16,7 +14,7 @@ class Variant:
         label: its name in tables and plots.
         optim: the value of `TrainingArguments.optim`.
         is_ours: whether `optim` is one of hf_lowprec's names, which cast the model.
-        dtype: otherwise, the dtype to which the whole model is cast before training.
+        dtype: otherwise, the name of the dtype to which the whole model is cast before training.
         description: the dtypes and the optimizer, in one sentence.
         optim_args: the value of `TrainingArguments.optim_args`.
     """
@@ -25,7 +23,7 @@ class Variant:
     label: str
     optim: str
     is_ours: bool
-    dtype: torch.dtype
+    dtype: str
     description: str
     optim_args: str | None = None
 
@@ -33,20 +31,28 @@ class Variant:
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("fp32", "FP32 AdamW", "adamw_torch", False, torch.float32, 'everything in FP32, optim="adamw_torch"'),
+        Variant("fp32", "FP32 AdamW", "adamw_torch", False, "float32", 'everything in FP32, optim="adamw_torch"'),
         Variant(
-            *("nearest", "BF16 nearest", "adamw_torch", False, torch.bfloat16),
+            *("nearest", "BF16 nearest", "adamw_torch", False, "bfloat16"),
             'model.to(torch.bfloat16), norms included, rotary frequencies kept in FP32; optim="adamw_torch": '
             "torch.optim.AdamW, whose moments are then BF16 too and whose every operation rounds to nearest",
         ),
         Variant(
-            *("kahan", "BF16 Kahan", "adamw_bf16_kahan", True, torch.bfloat16),
-            'optim="adamw_bf16_kahan": weights, gradients and state in BF16, norms in FP32, Kahan summation',
+            *("split", "BF16 split", "adamw_bf16_split", True, "bfloat16"),
+            'optim="adamw_bf16_split": weights, gradients and state in BF16, norms in FP32, and in the state '
+            "the 16 bits that each BF16 weight lacks",
         ),
         Variant(
-            *("sr", "BF16 stochastic", "adamw_bf16_sr", True, torch.bfloat16),
+            *("sr", "BF16 stochastic", "adamw_bf16_sr", True, "bfloat16"),
             'optim="adamw_bf16_sr": weights, gradients and state in BF16, norms in FP32, stochastic rounding',
+        ),
+        Variant(
+            *("kahan", "BF16 Kahan", "adamw_bf16_kahan", True, "bfloat16"),
+            'optim="adamw_bf16_kahan": weights, gradients and state in BF16, norms in FP32, Kahan summation',
         ),
     )
 }
 """The variants by name, in the order in which they are trained."""
+
+DEFAULT = ("fp32", "nearest", "split", "sr")
+"""Names of the variants that are trained if the user names none."""
