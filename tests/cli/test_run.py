@@ -122,6 +122,10 @@ def test_what_a_module_imports_in_vain_is_its_own_failure(text, tmp_path, monkey
             "/some/bin/trl dpo --output_dir o --eos_token <|end|>",
             "accelerate launch -m hf_lowprec run -m trl.scripts.dpo --output_dir o --eos_token '<|end|>'",
         ),
+        (
+            "llamafactory-cli train sft.yaml learning_rate=1e-5",
+            "torchrun --nproc-per-node gpu -m hf_lowprec run -m llamafactory.launcher sft.yaml learning_rate=1e-5",
+        ),
         ("-m trl.cli.main sft", "accelerate launch -m hf_lowprec run -m trl.scripts.sft"),
     ],
 )

@@ -70,7 +70,12 @@ def tried(name: str, host: dict[str, Any], wheel: str) -> str:
         # -I keeps this folder off sys.path, where trl.py would hide TRL.
         command(python, "-I", str(HERE / f"{name}.py"), cwd=folder, **variables)
     package = next(iter(host.get("without_deps", host["install"]))).partition("=")[0].partition("[")[0].lower()
-    cells = (linked(name), after[package], *(after.get(one, "–").partition("+")[0] for one in SHOWN), host["run"])
+    cells = (
+        linked(name),
+        host.get("version") or after[package],
+        *(after.get(one, "–").partition("+")[0] for one in SHOWN),
+        host["run"],
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -86,7 +91,7 @@ def environment(name: str, host: dict[str, Any]) -> str:
     """The interpreter of the host's environment, which is made anew if what to install has changed."""
     folder = ENVIRONMENTS / name
     python, stamp = str(folder / "bin" / "python"), folder / "installed.json"
-    wanted = json.dumps({key: host.get(key) for key in ("install", "without_deps", "python")})
+    wanted = json.dumps({key: host.get(key) for key in ("install", "without_deps", "remove", "python")})
     if not stamp.is_file() or stamp.read_text() != wanted:
         base = shutil.which(f"python{host['python']}") if "python" in host else sys.executable
         assert base, f"needs Python {host['python']}"
@@ -94,6 +99,8 @@ def environment(name: str, host: dict[str, Any]) -> str:
         pip(python, "install", *host["install"])
         if "without_deps" in host:
             pip(python, "install", "--no-deps", *host["without_deps"])
+        if "remove" in host:
+            pip(python, "uninstall", "--yes", *host["remove"])
         stamp.write_text(wanted)
     # Makes importable what the scripts share; after the environment's own packages.
     shared = next(folder.glob("lib/python*/site-packages")) / "shared_with_tests.pth"

@@ -29,11 +29,14 @@ _LAUNCHERS = (
 )
 """Programs and modules that always launch processes."""
 _DEEPSPEED = ("deepspeed", "deepspeed.launcher.runner")
+_TORCHRUN = "torchrun --nproc-per-node gpu"
 _RUN = "-m hf_lowprec run"
 _ACCELERATE_CLI = ("accelerate", "accelerate.commands.accelerate_cli")
 _TRL_CLI = ("trl", "trl.cli.main")
 _TRL_TRAINERS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo", "sft")
 """Subcommands of `trl` that launch a training run."""
+_LLAMA_FACTORY = ("llamafactory-cli", "lmf", "llamafactory.cli")
+"""With several GPUs, `train` launches processes."""
 
 
 def run(
@@ -81,11 +84,13 @@ def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
     if name in _TRL_CLI and command in _TRL_TRAINERS:
         return f"{_ACCELERATE} {_RUN} {shlex.join(['-m', f'trl.scripts.{command}', *rest])}"
+    if name in _LLAMA_FACTORY and command == "train":
+        return f"{_TORCHRUN} {_RUN} {shlex.join(['-m', 'llamafactory.launcher', *rest])}"
     program = f"python -m {script}" if module else shlex.quote(script)
     if name in _ACCELERATE_CLI and command == "launch":
         return f"{program} launch {_with_us(rest)}"
     if name in _DEEPSPEED:
-        return f"torchrun --nproc-per-node gpu {_with_us(arguments, keeps_options=False)}"
+        return f"{_TORCHRUN} {_with_us(arguments, keeps_options=False)}"
     return f"{program} {_with_us(arguments)}" if name in _LAUNCHERS else None
 
 
