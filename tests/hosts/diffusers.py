@@ -193,15 +193,16 @@ def train_like_the_scripts() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     scheduler = DDPMScheduler()
     model = unet()
-    ema = EMAModel(model.parameters(), decay=0.9999, model_cls=UNet2DConditionModel, model_config=model.config)
-    rounded = EMAModel(model.bfloat16().parameters(), decay=0.9999)
-    model.float()
+    # The decay of long training; by default, it grows to that from 0.
+    decay = {"decay": 0.9999, "min_decay": 0.9999}
+    ema = EMAModel(model.parameters(), model_cls=UNet2DConditionModel, model_config=model.config, **decay)
     hf_lowprec.cast_model(model, keep_low_bits=True)  # added, after EMAModel
+    rounded = EMAModel(model.parameters(), **decay)
     optimizer_cls = hf_lowprec.AdamW  # was torch.optim.AdamW
     optimizer = optimizer_cls(model.parameters(), lr=1e-5, weight_decay=1e-2, rounding="split")
     hf_lowprec.prepare_accelerator(accelerator)  # added
     model, optimizer = accelerator.prepare(model, optimizer)
-    first = [average.clone() for average in ema.shadow_params]
+    first = {}
     for _ in range(100):
         with accelerator.accumulate(model):
             latents, target, steps = noise(4, 8, 8), noise(4, 8, 8), integers()["timestep"]
@@ -212,10 +213,17 @@ def train_like_the_scripts() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            ema.step(model.parameters())
+            exact = hf_lowprec.fp32_state_dict(accelerator.unwrap_model(model), optimizer)
+            ema.step([nn.Parameter(exact[name]) for name, _ in model.named_parameters()])  # was model.parameters()
             rounded.step(model.parameters())
-    moved = torch.cat([(a != b).flatten() for a, b in zip(ema.shadow_params, first, strict=True)]).float().mean()
-    assert {average.dtype for average in ema.shadow_params} == {torch.float32} and moved > 0.9, moved
+            for one in (ema, rounded):  # the first step copies
+                first.setdefault(one, [average.clone() for average in one.shadow_params])
+    moved = [
+        torch.cat([(a != b).flatten() for a, b in zip(one.shadow_params, first[one], strict=True)]).float().mean()
+        for one in (ema, rounded)
+    ]
+    print("shares of averages that moved:", moved)
+    assert moved[0] > 0.9 > 2 * moved[1], moved
     ema.store(model.parameters())
     ema.copy_to(model.parameters())
     ema.restore(model.parameters())
