@@ -69,14 +69,9 @@ def tried(name: str, host: dict[str, Any], wheel: str) -> str:
         variables["TRITON_INTERPRET"] = "1"  # hosts have kernels of their own
         # -I keeps this folder off sys.path, where trl.py would hide TRL.
         command(python, "-I", str(HERE / f"{name}.py"), cwd=folder, **variables)
-    package = next(iter(host.get("without_deps", host["install"]))).partition("=")[0].partition("[")[0].lower()
-    cells = (
-        linked(name),
-        host.get("version") or after[package],
-        *(after.get(one, "–").partition("+")[0] for one in SHOWN),
-        host["run"],
-    )
-    return f"| {' | '.join(cells)} |"
+    package = next(iter(host.get("without_deps", host["install"]))).partition("=")[0].partition("[")[0]
+    shown = (host.get("version") or after[_normal(package)], *(after.get(one, "–").partition("+")[0] for one in SHOWN))
+    return f"| {' | '.join((linked(name), *shown, host['run']))} |"
 
 
 def not_run_row(name: str) -> str:
@@ -112,7 +107,11 @@ def environment(name: str, host: dict[str, Any]) -> str:
 def versions(python: str) -> dict[str, str]:
     """The version of each package in an environment, this one aside."""
     listed = json.loads(command(python, "-m", "pip", "list", "--format=json"))
-    return {one["name"].lower(): one["version"] for one in listed if one["name"] != "hf-lowprec"}
+    return {_normal(one["name"]): one["version"] for one in listed if one["name"] != "hf-lowprec"}
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def pip(python: str, *arguments: str) -> None:

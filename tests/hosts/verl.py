@@ -1,4 +1,4 @@
-"""verl: its sharding, optimizer builder, clipping and offloading, as its FSDP engine calls them; the engine needs a GPU."""
+"""verl: its sharding, optimizer builder, clipping and offloading, as its FSDP engine calls them on a GPU."""
 
 import torch
 import torch.distributed as dist
