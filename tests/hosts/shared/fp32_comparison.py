@@ -44,7 +44,8 @@ def compare_with_fp32(
     autocast, bf16 = ((one - moved).norm().div(moved.norm()).item() for one in (moved_autocast, moved_bf16))
     print(f"{name}: loss {loss:.4f}, {loss_autocast - loss:+.4f}, {loss_bf16 - loss:+.4f}; ", end="")
     print(f"weights off by {autocast:.3f}, {bf16:.3f}; in FP32: {kept}", flush=True)
-    # Twice the largest differences between two runs with other seeds. Without the remainders, weights are off by 0.7.
+    # A little above the largest ratio measured, 1.45: here residuals are BF16 too. Rounded to nearest by torch's AdamW,
+    # weights are off by 0.7 to 0.9.
     assert bf16 < 1.5 * autocast + 0.01, f"{name}: weights are off by {bf16:.3f}, under autocast by {autocast:.3f}"
     assert abs(loss_bf16 - loss) < 0.01 * abs(loss) + 2 * abs(loss_autocast - loss), f"{name}: loss {loss_bf16}"
 
