@@ -380,7 +380,7 @@ class TestComposition:
         assert torch.equal(compiled(X), model(X))
 
 
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.float, nn.Module.double])
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.float, nn.Module.double, nn.Module.bfloat16])
 def test_a_model_that_was_converted_after_its_cast(convert: Callable[[nn.Module], Any]) -> None:
     """Nothing is to be kept in FP32 then: one line is too many."""
     model = Net(lambda: nn.Linear(4, 4))

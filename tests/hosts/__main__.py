@@ -70,7 +70,7 @@ def tried(name: str, host: dict[str, Any], wheel: str) -> str:
         # -I keeps this folder off sys.path, where trl.py would hide TRL.
         command(python, "-I", str(HERE / f"{name}.py"), cwd=folder, **variables)
     package = next(iter(host.get("without_deps", host["install"]))).partition("=")[0].partition("[")[0]
-    shown = (after[_normal(package)], *(after.get(one, "–").partition("+")[0] for one in SHOWN))
+    shown = (host.get("version") or after[_normal(package)], *(after.get(one, "–").partition("+")[0] for one in SHOWN))
     return f"| {' | '.join((linked(name), *shown, host['run']))} |"
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.hooks.input_downcast import numbers_of
-from hf_lowprec.casting.hooks.module_hooks import remove_hooks
+from hf_lowprec.casting.hooks.module_hooks import remove_hooks, upcasts_inputs
 from hf_lowprec.casting.module_tree import join
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
@@ -79,17 +79,19 @@ _ADVICE_FOR_FSDP2 = (
 
 
 def _conversion_advice(model: nn.Module) -> str | None:
-    """Name the line to remove if the whole model was converted to another dtype after its cast."""
+    """Name the line to remove if the whole model, with what was kept in FP32, was converted after its cast."""
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     cast_to = cast_dtypes(model)
-    if not dtypes or dtypes & cast_to:
+    kept = {p.dtype for module in model.modules() if upcasts_inputs(module) for p in module.parameters()}
+    if not dtypes or (dtypes & cast_to and not kept & cast_to):
         return None
     now, before = min(map(dtype_name, dtypes)), min(map(dtype_name, cast_to))
     return (
-        f"hf_lowprec: the model was converted to {now} after cast_model had converted it to {before}. Remove that line "
-        "(`model.half()`, `model.float()`, `model.to(…)`). For another dtype after training, load the folder that "
-        "`hf_lowprec.save_pretrained` writes. If you use FSDP2 with mixed precision, accelerate converted the model: "
-        "call `prepare_accelerator(accelerator)` before `accelerator.prepare`."
+        f"hf_lowprec: the model was converted to {now} after cast_model had converted it to {before} with FP32 norms. "
+        "Remove that line (`model.half()`, `model.float()`, `model.to(…)`, Lightning's `precision`). For another dtype "
+        "after training, load the folder that `hf_lowprec.save_pretrained` writes. If you use FSDP2 with mixed "
+        "precision, accelerate converted the model: call `prepare_accelerator(accelerator)` before "
+        "`accelerator.prepare`."
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import transformers.trainer  # noqa: F401  (first: importing it runs code of this package that imports what follows)
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME

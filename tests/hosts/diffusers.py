@@ -1,0 +1,242 @@
+"""diffusers: nine models, compared with FP32 training; and the loop of its training scripts, with `EMAModel`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers import (
+    AutoencoderKL,
+    DDPMScheduler,
+    FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    PixArtTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
+from diffusers.training_utils import EMAModel
+from fp32_comparison import compare_with_fp32
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import hf_lowprec
+
+ROWS, WORDS = 4, 5
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape)
+
+
+def integers() -> dict[str, Tensor]:
+    return {"timestep": torch.randint(0, 1000, (ROWS,))}
+
+
+def fractions() -> dict[str, Tensor]:
+    # Flux and Qwen-Image round timesteps, and a thousand times as much, to the dtype of the activations, under autocast
+    # too. These are the same in BF16.
+    return {"timestep": 0.5 ** torch.randint(0, 4, (ROWS,))}
+
+
+def models() -> Iterator[tuple[nn.Module, Callable[[], dict[str, Any]]]]:
+    """Each model with what makes a batch for it."""
+    blocks = {"norm_num_groups": 8, "layers_per_block": 1}
+    yield unet(), lambda: {"sample": noise(4, 8, 8), "encoder_hidden_states": noise(WORDS, 32), **integers()}
+    yield (
+        AutoencoderKL(
+            block_out_channels=(16, 32),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            **blocks,
+        ),
+        lambda: {"sample": noise(3, 16, 16)},
+    )
+    yield (
+        PixArtTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            cross_attention_dim=32,
+            caption_channels=24,
+            sample_size=8,
+            use_additional_conditions=False,
+            **HEADS,
+        ),
+        lambda: {
+            "hidden_states": noise(4, 8, 8),
+            "encoder_hidden_states": noise(WORDS, 24),
+            "encoder_attention_mask": torch.ones(ROWS, WORDS),
+            **integers(),
+        },
+    )
+    yield (
+        SD3Transformer2DModel(
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            joint_attention_dim=32,
+            caption_projection_dim=32,
+            pooled_projection_dim=16,
+            pos_embed_max_size=16,
+            qk_norm="rms_norm",
+            **HEADS,
+        ),
+        lambda: {
+            "hidden_states": noise(4, 8, 8),
+            "encoder_hidden_states": noise(WORDS, 32),
+            "pooled_projections": noise(16),
+            **integers(),
+        },
+    )
+    yield (
+        FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=32,
+            pooled_projection_dim=16,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 6, 6),
+            **HEADS,
+        ),
+        lambda: {
+            "hidden_states": noise(16, 16),
+            "encoder_hidden_states": noise(WORDS, 32),
+            "pooled_projections": noise(16),
+            "guidance": torch.ones(ROWS),
+            "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0)),
+            "txt_ids": torch.zeros(WORDS, 3),
+            **fractions(),
+        },
+    )
+    yield (
+        QwenImageTransformer2DModel(
+            in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=32, axes_dims_rope=(4, 6, 6), **HEADS
+        ),
+        lambda: {
+            "hidden_states": noise(16, 16),
+            "encoder_hidden_states": noise(WORDS, 32),
+            "encoder_hidden_states_mask": torch.ones(ROWS, WORDS, dtype=torch.long),
+            "img_shapes": [(1, 4, 4)] * ROWS,
+            **fractions(),
+        },
+    )
+    yield (
+        WanTransformer3DModel(
+            in_channels=4, out_channels=4, text_dim=24, freq_dim=32, ffn_dim=64, num_layers=2, **HEADS
+        ),
+        lambda: {"hidden_states": noise(4, 2, 8, 8), "encoder_hidden_states": noise(WORDS, 24), **integers()},
+    )
+    yield (
+        LTXVideoTransformer3DModel(
+            in_channels=8, out_channels=8, cross_attention_dim=32, num_layers=2, caption_channels=24, **HEADS
+        ),
+        lambda: {
+            "hidden_states": noise(32, 8),
+            "encoder_hidden_states": noise(WORDS, 24),
+            "encoder_attention_mask": torch.ones(ROWS, WORDS),
+            "num_frames": 2,
+            "height": 4,
+            "width": 4,
+            **integers(),
+        },
+    )
+    yield (
+        HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=24,
+            pooled_projection_dim=16,
+            rope_axes_dim=(4, 6, 6),
+            **HEADS,
+        ),
+        lambda: {
+            "hidden_states": noise(4, 2, 8, 8),
+            "encoder_hidden_states": noise(WORDS, 24),
+            "encoder_attention_mask": torch.ones(ROWS, WORDS),
+            "pooled_projections": noise(16),
+            "guidance": torch.full((ROWS,), 6000.0),
+            **integers(),
+        },
+    )
+
+
+def unet() -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        cross_attention_dim=32,
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
+
+
+def loss_of(batch: dict[str, Any]) -> Callable[[nn.Module], Tensor]:
+    """The loss of a batch: the model is to predict other noise or, if it is an autoencoder, what it is given."""
+    target = batch["sample"] if list(batch) == ["sample"] else torch.randn_like(next(iter(batch.values())))
+    return lambda model: mse_loss(model(**batch, return_dict=False)[0].float(), target)
+
+
+def train_like_the_scripts() -> None:
+    """The lines of train_text_to_image.py; those that guides/hosts.md changes have a comment."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    scheduler = DDPMScheduler()
+    model = unet()
+    # The decay of long training; by default, it grows to that from 0.
+    decay = {"decay": 0.9999, "min_decay": 0.9999}
+    ema = EMAModel(model.parameters(), model_cls=UNet2DConditionModel, model_config=model.config, **decay)
+    hf_lowprec.cast_model(model, keep_low_bits=True)  # added, after EMAModel
+    rounded = EMAModel(model.parameters(), **decay)
+    optimizer_cls = hf_lowprec.AdamW  # was torch.optim.AdamW
+    optimizer = optimizer_cls(model.parameters(), lr=1e-5, weight_decay=1e-2, rounding="split")
+    hf_lowprec.prepare_accelerator(accelerator)  # added
+    model, optimizer = accelerator.prepare(model, optimizer)
+    first = {}
+    for _ in range(100):
+        with accelerator.accumulate(model):
+            latents, target, steps = noise(4, 8, 8), noise(4, 8, 8), integers()["timestep"]
+            noisy = scheduler.add_noise(latents, target, steps)
+            prediction = model(noisy, steps, noise(WORDS, 32), return_dict=False)[0]
+            accelerator.backward(mse_loss(prediction.float(), target))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            exact = hf_lowprec.fp32_state_dict(accelerator.unwrap_model(model), optimizer)
+            ema.step([nn.Parameter(exact[name]) for name, _ in model.named_parameters()])  # was model.parameters()
+            rounded.step(model.parameters())
+            for one in (ema, rounded):  # the first step copies
+                first.setdefault(one, [average.clone() for average in one.shadow_params])
+    moved = [
+        torch.cat([(a != b).flatten() for a, b in zip(one.shadow_params, first[one], strict=True)]).float().mean()
+        for one in (ema, rounded)
+    ]
+    print("shares of averages that moved:", moved)
+    assert moved[0] > 0.9 > 2 * moved[1], moved
+    ema.store(model.parameters())
+    ema.copy_to(model.parameters())
+    ema.restore(model.parameters())
+    accelerator.save_state("state")
+    accelerator.load_state("state")
+    exact = hf_lowprec.fp32_state_dict(accelerator.unwrap_model(model), optimizer)
+    model = UNet2DConditionModel.from_config(model.config)  # added
+    model.load_state_dict(exact)  # added
+    model.save_pretrained("final")
+    ema.save_pretrained("ema")
+
+
+torch.manual_seed(0)
+for model, batch in models():
+    compare_with_fp32(type(model).__name__, model, [loss_of(batch()) for _ in range(4)] * 6)
+train_like_the_scripts()
