@@ -19,7 +19,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
 
 from hf_lowprec.tools.demo import stages
-from hf_lowprec.tools.demo.variants import DEFAULT, VARIANTS
+from hf_lowprec.tools.demo.variants import VARIANTS
 
 STEPS = 6
 HEADINGS = ("way", "validation", "compared", "weights", "grads", "state", "updates", "seconds")
@@ -96,8 +96,7 @@ def test_a_file_says_at_once_which_run_begins(tmp_path: Path, monkeypatch: pytes
         assert (tmp_path / "log").read_text().endswith("\nrun 1 of 8: pretraining, FP32 AdamW, step 2 of 1000\n")
 
 
-def test_the_recommended_modes_are_shown_and_the_time_is_said() -> None:
-    assert DEFAULT == ("fp32", "nearest", "split", "sr")
+def test_the_time_is_said() -> None:
     assert "8 runs of 1000 steps, about 5 minutes" in demo_command._plan(8, demo_command.STEPS, True)
     assert "about" not in demo_command._plan(8, demo_command.STEPS, False)
 

@@ -125,13 +125,12 @@ def test_batches_that_are_said_to_keep_bits_do(count, shape):
 
 @pytest.mark.parametrize("shape", [(64, 64), (128, 32)], ids=str)
 def test_batches_that_sum_in_another_order_do_not_keep_bits(shape, batch_sizes, monkeypatch):
-    """A library whose batched product adds the second half of the terms first."""
+    """A library whose batched product rounds the sum of half of the terms to BF16."""
 
     def other_order(add, left, right, *, beta=1, alpha=1):
         half = left.shape[-1] // 2
-        terms = (left[..., half:].float() @ right[..., half:, :].float()) + (
-            left[..., :half].float() @ right[..., :half, :].float()
-        )
+        first = left[..., :half].float() @ right[..., :half, :].float()
+        terms = first.to(BF16).float() + left[..., half:].float() @ right[..., half:, :].float()
         return (beta * add.float() + alpha * terms).to(BF16)
 
     newton_schulz._products_keep_bits.cache_clear()

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_lowprec.tools.demo.variants import DEFAULT, VARIANTS, Variant
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 
     from hf_lowprec.tools.demo.stages import Stage
     from hf_lowprec.tools.demo.training import Run
+    from hf_lowprec.tools.demo.variants import Variant
 
 STEPS, QUICK_STEPS, OWN_MODEL_STEPS = 1000, 150, 200
 """Optimizer steps per run: by default, with `--quick`, and with `--model`."""
@@ -40,7 +39,9 @@ def demo(
         typer.Option(min=1, help=f"Optimizer steps per run; by default {STEPS} ({OWN_MODEL_STEPS} with --model)."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed for the weights and the data order.")] = 0,
-    ways: Annotated[str, typer.Option(help=f"Variants to train, of {', '.join(VARIANTS)}.")] = ",".join(DEFAULT),
+    ways: Annotated[
+        str, typer.Option(help="Variants to train, of fp32, nearest, split, sr, kahan.")
+    ] = "fp32,nearest,split,sr",
     model: Annotated[
         str | None, typer.Option(help="Fine-tune this model instead: a name on the Hub, or a folder.")
     ] = None,
@@ -64,6 +65,8 @@ def demo(
     in the same order, and use the stock Trainer. Takes minutes on two CPU
     cores; on busy ones, OMP_NUM_THREADS=1 makes it faster.
     """
+    from hf_lowprec.tools.demo.variants import VARIANTS
+
     _require_extra()
     variants = _parse_variants(ways)
     for name in _WITH_MODEL if model is None else ():
@@ -137,6 +140,8 @@ def _require_extra() -> None:
 
 def _parse_variants(names: str) -> list[Variant]:
     """The variants named by `--ways`, in the order of `VARIANTS`."""
+    from hf_lowprec.tools.demo.variants import VARIANTS
+
     chosen = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if unknown := [name for name in chosen if name not in VARIANTS]:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; valid are {', '.join(VARIANTS)}", param_hint="--ways")

@@ -53,6 +53,3 @@ VARIANTS = {
     )
 }
 """The variants by name, in the order in which they are trained."""
-
-DEFAULT = ("fp32", "nearest", "split", "sr")
-"""Names of the variants that are trained if the user names none."""
