@@ -61,7 +61,7 @@ def test_it_begins_with_the_fp32_weights_of_the_first(tmp_path, capsys, loaded_i
         # A BF16 compensation holds 8 bits of what is half a spacing at most, twice that with a dither.
         if second.endswith("kahan") and "norm" not in name:
             # The dither to subtract is drawn for the stored weight, which may have moved to another spacing, in a tie.
-            near_a_power_of_two = spacing(value * (1 - 2.0**-8), BF16) != spacing(value * (1 + 2.0**-8), BF16)
+            near_a_power_of_two = spacing(value * (1 - 2.0**-7), BF16) != spacing(value * (1 + 2.0**-7), BF16)
             lost = torch.where(near_a_power_of_two, 0.5, 2.0**-8) * spacing(value, BF16)
         else:
             lost = 0.0
