@@ -67,7 +67,7 @@ def replicates_shards(module: FSDPModule) -> bool:
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the parameters that it has sharded with `module`: one at most before torch 2.12."""
+    """FSDP2's groups of the parameters that it has sharded with `module`: one at most in torch 2.11 and before."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
