@@ -100,7 +100,7 @@ def _counted(kernel: Kernel, code: MachineCode, reader: ModuleType, elements: in
     path = code.ordinary_path(loop)
     around: CodePath = code.path_around(loop) if loop is not None else ()
     accesses = Counter(bits for position in path if (bits := code.instructions[position].access_bits))
-    if loop is None and kernel.lookups:  # the narrower ones read tables
+    if loop is None and kernel.reads_tables:  # with the narrower ones
         accesses = Counter({max(accesses): accesses[max(accesses)]})
     iterations = max(kernel.iterations, 1)
     if kernel.iterations and kernel.expected_accesses:  # a compiler may unroll the loop, even altogether

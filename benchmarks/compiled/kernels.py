@@ -27,10 +27,6 @@ WIDEST_BITS = 128
 """A thread needs one access for its elements of a tensor, or several of these."""
 TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
 STEP_TABLES = TABLES | {"counts": "*i64", "enabled": "*i32"}
-LOOKUPS = 3
-"""Loads that depend on each other before our step's first element: a chunk, its segment, its parameter's pointers."""
-RAGGED_LOOKUPS = 2
-"""The table of ragged chunks also names the parameter."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Kernel:
         iterations: of the loop over blocks; 0 if the kernel has none.
         threads: per program; None for Triton's default number of warps.
         fp_fusion: whether multiply-adds may be contracted.
-        lookups: loads, each needing the one before, that precede those of elements.
+        reads_tables: whether it looks up where elements are, with narrow loads.
         waves_per_simd: wavefronts for which there must be registers, on AMD GPUs; 0: the compiler is free to choose.
         expected_accesses: how many accesses to global memory of each width in bits an iteration needs; None: not known.
     """
@@ -61,7 +57,7 @@ class Kernel:
     iterations: int
     threads: int | None = None
     fp_fusion: bool = True
-    lookups: int = 0
+    reads_tables: bool = False
     waves_per_simd: int = 0
     expected_accesses: Counter[int] | None = None
 
@@ -114,7 +110,7 @@ def ragged_kernel(name: str, spec: KernelSpec) -> Kernel:
     function = triton_backend.kernels(spec).step_ragged
     kernel = _rendered(f"{name}, ragged", spec, function, STEP_TABLES, constants, spec.tensors)
     expected = Counter({WIDEST_BITS: (kernel.expected_accesses or Counter())[WIDEST_BITS]})
-    return replace(kernel, iterations=0, lookups=RAGGED_LOOKUPS, expected_accesses=expected)
+    return replace(kernel, iterations=0, expected_accesses=expected)
 
 
 def tensor_sum_kernel(name: str, spec: KernelSpec) -> Kernel | None:
@@ -143,7 +139,7 @@ def _rendered(
         fp_fusion=False,
         block=triton_backend.BLOCK,
         iterations=triton_backend.CHUNK // triton_backend.BLOCK,
-        lookups=LOOKUPS,
+        reads_tables=True,
         expected_accesses=_expected_accesses(spec, [*read, *written]),
     )
 
@@ -177,7 +173,7 @@ def handwritten_kernels() -> list[Kernel]:
         threads=32 * triton_backend.WARPS,
         block=triton_backend.BLOCK,
         iterations=triton_backend.CHUNK // triton_backend.BLOCK,
-        lookups=LOOKUPS,
+        reads_tables=True,
         expected_accesses=Counter({WIDEST_BITS: 1}),
     )
     return [norm, _mean_kernel(True), _mean_kernel(False)]

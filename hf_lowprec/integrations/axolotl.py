@@ -4,4 +4,4 @@ from axolotl.integrations.base import BasePlugin
 
 
 class Plugin(BasePlugin):
-    """Has this package imported, which registers its names for `optimizer:`, in every process that reads the file."""
+    """Importing it registers our names for `optimizer:`. axolotl does so in every process that reads the YAML file."""

@@ -1,6 +1,6 @@
 """The oldest transformers and accelerate that the integrations support; `pyproject.toml` says the same.
 
-The core, which needs neither, works beside older ones.
+The core needs neither, and works with older versions installed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
 
 
 def outdated(library: str) -> str | None:
-    """What is needed and what is there, as text; None if `library` is new enough, not installed or not of `OLDEST`."""
+    """The needed and the installed version, as text; None if `library` is new enough, missing or not in `OLDEST`."""
     try:
         version = metadata.version(library)
     except metadata.PackageNotFoundError:

@@ -248,7 +248,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def fit(page: str, *words: object) -> tuple[dict[str, Any], str]:
-    """What `estimate --fit` finds for the configuration that the first block of a page writes, and what it prints."""
+    """What `estimate --fit` finds and prints for the configuration in a page's first code block."""
     source = next(block.text for block in blocks(ROOT / page) if "LlamaConfig(" in block.text)
     (name,) = re.findall(r'save_pretrained\("(.*)"\)', source)
     with TemporaryDirectory() as folder:

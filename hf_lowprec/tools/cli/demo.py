@@ -151,7 +151,7 @@ def _parse_variants(names: str) -> list[Variant]:
 
 
 def _plan(runs: int, steps: int, is_built_in: bool) -> str:
-    """What the user waits for, in a line."""
+    """A line that says how many runs there are, and how long they take."""
     times = {STEPS: "5 minutes", QUICK_STEPS: "2 minutes"}
     takes = f", about {times[steps]} on two idle CPU cores" if is_built_in and runs == 8 and steps in times else ""
     return f"{runs} runs of {steps} steps{takes}. Loading torch and transformers ..."

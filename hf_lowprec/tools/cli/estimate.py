@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from hf_lowprec.tools.cli.estimate_fit import GIB, as_data, print_table
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 """Columns of the narrowest terminal that is thought of."""
-GIB = 1 << 30
 
 
 class Setup(NamedTuple):
@@ -142,7 +143,6 @@ def _fit_settings(
         InputError: activations cannot be estimated.
         typer.Exit: nothing fits.
     """
-    from hf_lowprec.tools.cli.estimate_fit import as_data, print_table
     from hf_lowprec.tools.estimate.fit import find_fit
 
     gpus, steps, gpu_memory, batch_size, length, checkpointing = setup

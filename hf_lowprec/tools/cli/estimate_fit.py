@@ -79,7 +79,7 @@ def _chosen(setting: Setting) -> dict[str, Any]:
 
 
 def as_data(fit: Fit) -> dict[str, Any]:
-    """What was found as JSON data, in bytes."""
+    """The result as JSON data; sizes are in bytes."""
     settings = [
         {**_chosen(each), "peak_per_gpu": each.peak, "missing": max(0, each.missing), "checkpoint": each.checkpoint}
         for each in fit.settings

@@ -73,7 +73,7 @@ class Setting(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What fits.
+    """The result of `find_fit`.
 
     Attributes:
         settings: from the best to the smallest.
