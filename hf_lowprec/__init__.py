@@ -143,9 +143,10 @@ def _add_optimizer_names() -> None:
 
 
 def _wrap_trainer() -> None:
-    from hf_lowprec.integrations.transformers.optim_names import check_versions
+    from hf_lowprec.integrations.transformers.optim_names import check_versions, import_trainer
 
     check_versions()
+    import_trainer()
     from hf_lowprec.integrations.transformers.trainer import wrap_trainer
 
     wrap_trainer()

@@ -23,6 +23,11 @@ def check_versions() -> None:
         )
 
 
+def import_trainer() -> None:
+    """Import Trainer before the modules of this package that import it: its import wraps it, which needs them whole."""
+    import transformers.trainer  # noqa: F401
+
+
 def add_optimizer_names(unpickle: Callable[[str], Any]) -> None:
     """Add our names to `OptimizerNames`, the enum whose members `TrainingArguments` accepts.
 
