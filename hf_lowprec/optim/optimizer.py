@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -211,6 +211,37 @@ class LowPrecisionOptimizer(Algorithm):
                 self._keep_norm(norm)
                 self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
         return loss
+
+    def begin_step_of_parts(self, norm: Tensor) -> None:
+        """Begin a step that takes some parameters at a time, each with `step_part`.
+
+        Args:
+            norm: that of all gradients before clipping, on all ranks; FP32 scalar on their device.
+        """
+        parameter_numbers.reset_numbers()
+        self.grad_norm = self._clipping.given = norm
+        self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
+
+    @_never_compiled
+    @without_grad
+    def step_part(self, params: Iterable[Tensor], earlier: StepPlan | None) -> StepPlan:
+        """Step some parameters, which have gradients, after `begin_step_of_parts`.
+
+        Args:
+            params: the parameters.
+            earlier: the plan that an earlier call for them has returned.
+
+        Returns:
+            The plan of the step; `earlier` if it still fits.
+
+        Raises:
+            RuntimeError, ValueError, torch.OutOfMemoryError: as `step`.
+        """
+        with self.plan_bucket(earlier, set(map(id, params))) as plan:
+            self.prepare_step(plan)
+            with interrupts.deferred():
+                self.run_step(plan)
+        return plan
 
     def _keep_norm(self, norm: Tensor | None) -> None:
         """Set `grad_norm`. With `capturable` it stays the same tensor, to which every replay of a graph writes."""

@@ -1,7 +1,8 @@
-"""Shards of DTensors: which elements of the full tensor this rank holds, and conversions between shard and full tensor.
+"""Shards: which elements of the full tensor this rank holds, and conversions between shard and full tensor.
 
 An element's random bits depend on its index in the full tensor (row-major), so a rank has to know the indices of its
-elements, whichever dimensions are sharded and however unevenly. Every function also accepts plain tensors.
+elements, whichever dimensions are sharded and however unevenly. Shards are those of DTensors, or parts of flattened
+parameters (`FlatPart`). Every function also accepts plain tensors.
 """
 
 from __future__ import annotations
@@ -46,6 +47,39 @@ class Sharding:
 
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
+
+
+class FlatPart(NamedTuple):
+    """The elements of a parameter that a 1-D tensor holds: a range of the flattened parameter, as DeepSpeed cuts it.
+
+    Attributes:
+        number: the parameter's position in its optimizer before it was cut.
+        shape: the parameter's shape.
+        start: index of the range's first element in the parameter.
+    """
+
+    number: int
+    shape: torch.Size
+    start: int
+
+
+_FLAT_PART = "_flat_part"
+
+
+def set_flat_part(tensor: Tensor, part: FlatPart) -> None:
+    """Say which elements of a parameter the 1-D `tensor` holds."""
+    setattr(tensor, _FLAT_PART, part)
+
+
+def flat_part(tensor: Any) -> FlatPart | None:
+    """Which elements of a parameter `tensor` holds, if `set_flat_part` has said so."""
+    return getattr(tensor, _FLAT_PART, None)
+
+
+def full_shape(tensor: Tensor) -> torch.Size:
+    """The shape of the full tensor of which this rank holds a part."""
+    part = flat_part(tensor)
+    return tensor.shape if part is None else part.shape
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -144,6 +178,10 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
     Raises:
         ValueError: the shard does not have the shape that DTensor's placements imply.
     """
+    if part := flat_part(tensor):
+        if tensor.numel():
+            yield ContiguousRun(0, tensor.numel(), part.start)
+        return
     shard, shape = local_shard(tensor), tensor.shape
     indices = [_local_indices(tensor, dim) for dim in range(len(shape))] if is_sharded(tensor) else []
     if all(len(held) == size for held, size in zip(indices, shape, strict=False)):  # this rank holds all of it
@@ -173,7 +211,7 @@ def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
     They are int32 if the tensor has fewer than 2³¹ elements, else int64.
     """
     options: dict[str, Any] = {
-        "dtype": torch.int32 if tensor.numel() < 1 << 31 else torch.int64,
+        "dtype": torch.int32 if math.prod(full_shape(tensor)) < 1 << 31 else torch.int64,
         "device": local_shard(tensor).device,
     }
     runs = list(contiguous_runs(tensor))

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
+from hf_lowprec.optim.parameter_numbers import number_of
 from hf_lowprec.optim.sharding import dtensor_like, global_indices, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
-from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name
 from hf_lowprec.rounding.low_bits import (
     chunk_size,
@@ -299,9 +299,15 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         ValueError: it holds none of the model's parameters.
     """
     optimizer = unwrap_given_optimizer(optimizer)
-    streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
-    if not any(id(param) in streams for param in model.parameters()):
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not any(id(param) in own for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
+    return fp32_estimator(optimizer)
+
+
+def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes the best FP32 estimate of a tensor, which `optimizer` may be training."""
+    streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
 
     def estimate(tensor: Tensor) -> Tensor:
         """An FP32 copy of a parameter or buffer, with all that is stored of it; other dtypes as they are."""
@@ -329,8 +335,8 @@ def random_streams(groups: Iterable[ParamGroup]) -> Iterator[tuple[Any, RandomSt
     """Each of the `params` of an optimizer's groups, in memory or read from a file, and its random stream."""
     first = 0
     for group in groups:
-        for number, param in enumerate(group["params"], first + first_parameter(group)):
-            yield param, RandomStream(group.get("seed", 0), number)
+        for position, param in enumerate(group["params"], first):
+            yield param, RandomStream(group.get("seed", 0), number_of(param, position, group))
         first += len(group["params"])
 
 

@@ -1,0 +1,227 @@
+"""The optimizer that DeepSpeed holds in place of one of ours, and steps with flat partitions in place of parameters.
+
+DeepSpeed flattens the parameters of each param group and cuts the result into one partition per rank, wherever that may
+be. Here a partition is a list of parts of parameters again, each of which knows its elements. So random bits, blocks of
+states in 8 bits and the norm are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.integrations.accelerate.carry_low_bits import TakenLowBits, low_bits_of_rank_0
+from hf_lowprec.integrations.deepspeed import private_apis
+from hf_lowprec.integrations.deepspeed.private_apis import Partition
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.sharding import FlatPart, flat_part, set_flat_part
+from hf_lowprec.optim.state.low_bits import fp32_estimator
+from hf_lowprec.optim.step.clipping import square_sum_of
+from hf_lowprec.optim.step.step_plan import StepPlan
+from hf_lowprec.reduction.rank_mean import mean_of_slices
+from hf_lowprec.rounding.low_bits import set_low_bits
+
+PARTS, WEIGHTS = "parts", "weights"
+"""Keys of the state dict: which elements of which parameter each part holds, and its 16-bit weights."""
+
+
+class _Part(NamedTuple):
+    """A part of a parameter, and where its flat partition holds it."""
+
+    param: nn.Parameter
+    where: slice
+
+
+class _SharedGroup(dict[str, Any]):
+    """DeepSpeed's view of a param group: it has its own "params" and shares everything else with the group.
+
+    DeepSpeed replaces the parameters by its partitions. Learning rates are set in either of the two.
+    """
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(group)
+        self.shared = group
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key) if key == "params" else self.shared[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "params":
+            self.shared[key] = value
+
+
+class PartitionedOptimizer(torch.optim.Optimizer):
+    """Steps flat partitions of the parameters of one of our optimizers.
+
+    Args:
+        optimizer: the optimizer, with the parameters of the model and no states yet. After `partition`, its parameters
+            are this rank's parts of them.
+
+    Raises:
+        ValueError: the optimizer has states, or needs whole tensors, or releases gradients.
+    """
+
+    def __init__(self, optimizer: LowPrecisionOptimizer) -> None:
+        check_optimizer(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        super().__init__(params, {})
+        self.optimizer = optimizer
+        self.param_groups = [_SharedGroup(group) for group in optimizer.param_groups]
+        self._groups = list(self.param_groups)  # DeepSpeed leaves out groups without parameters
+        self._numbers = {id(param): number for number, param in enumerate(params)}
+        self._parts: dict[int, list[_Part]] = {}
+        self._plans: dict[int, StepPlan] = {}
+        self._weights: list[Tensor] = []  # loaded, and not yet restored
+        self._zero: Any = None
+
+    def partition(self, zero: Any) -> None:
+        """Take over the partitions of DeepSpeed's ZeRO optimizer `zero`, which has been built around this one."""
+        self._zero = zero
+        limits = (private_apis.take_clip_grad(zero), self.optimizer.max_grad_norm)
+        self.optimizer.max_grad_norm = min((limit for limit in limits if limit), default=None)
+        private_apis.step_weights_in_place(zero)
+        private_apis.replace_norm(zero, self._norm_of)
+        private_apis.replace_sums(zero, mean_of_slices)
+        private_apis.wrap_state_dict(zero, self._fp32_weights, self._restore_weights)
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for partition in private_apis.partitions(zero):
+            self._add_partition(partition)
+
+    def give_low_bits(self, model: nn.Module, kept: TakenLowBits, shapes: Mapping[str, torch.Size]) -> None:
+        """Give this rank's parts the low bits that rank 0 has taken, after `partition`. Every rank must call it.
+
+        Args:
+            model: the model.
+            kept: what `take_low_bits` has returned on this rank.
+            shapes: of the model's parameters when it was called, by name.
+        """
+        numbers = {name: self._numbers.get(id(param)) for name, param in model.named_parameters()}
+        parts = [(part, _part_of(part)) for part in self._params()]
+        device = private_apis.device_of(self._zero)
+        for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
+            for param, part in parts:
+                if part.number == numbers[name]:
+                    own = full.view(-1)[part.start : part.start + param.numel()].clone()
+                    set_low_bits(param, own, dither_stream)
+
+    def _add_partition(self, partition: Partition) -> None:
+        parts = []
+        for piece in partition.pieces:
+            if not piece.length:
+                continue
+            where = slice(piece.offset, piece.offset + piece.length)
+            part = nn.Parameter(partition.flat.detach()[where])
+            set_flat_part(part, FlatPart(self._numbers[id(piece.param)], piece.shape, piece.start))
+            parts.append(_Part(part, where))
+        self._parts[id(partition.flat)] = parts
+        own = self.param_groups[partition.group].shared  # type: ignore[attr-defined]
+        own["params"] += [part.param for part in parts]
+
+    def _norm_of(self, grads: list[Tensor]) -> Tensor:
+        """The norm of the gradients, FP32 scalar; the step that follows clips by it."""
+        group = private_apis.data_parallel_group(self._zero)
+        total = square_sum_of(grads, grads[0].device)
+        torch.distributed.all_reduce(total, group=group)
+        norm = total.sqrt().float()
+        optimizer = self.optimizer
+        optimizer.begin_step_of_parts(norm)
+        return norm
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step the partitions that are in `param_groups`, whose gradients DeepSpeed has set."""
+        for group in self.param_groups:
+            for flat in group["params"]:
+                parts = self._parts[id(flat)]
+                if not parts:
+                    continue
+                for part, where in parts:
+                    part.grad = flat.grad[where]
+                params = [part for part, _ in parts]
+                self._plans[id(flat)] = self.optimizer.step_part(params, self._plans.get(id(flat)))
+                for part in params:
+                    part.grad = None
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The optimizer's state dict, what its parts are, and their weights."""
+        return {
+            **self.optimizer.state_dict(),
+            PARTS: self._described(),
+            WEIGHTS: [part.detach().clone() for part in self._params()],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` has returned for the same partitions.
+
+        Raises:
+            ValueError: another optimizer saved it, or one with other partitions.
+        """
+        described = state_dict.get(PARTS)
+        if described != self._described():
+            raise ValueError(
+                "the checkpoint holds other partitions of the parameters than this run has: another number of ranks, "
+                "order of parameters or ZeRO stage. Resume with those that saved it; or export the weights with "
+                "DeepSpeed's zero_to_fp32.py, which has all bits of the FP32 weights, and start from them"
+                if described is not None
+                else "the checkpoint's optimizer state was not saved by hf_lowprec; resume with the optimizer that "
+                "saved it, or start from the weights alone"
+            )
+        own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
+        self.optimizer.load_state_dict(own)
+        self._weights = state_dict[WEIGHTS]
+
+    def _fp32_weights(self, saved: list[Tensor]) -> list[Tensor]:
+        """The weights to save for DeepSpeed's tools: the best FP32 estimate of each.
+
+        Args:
+            saved: the weights of each partition, which DeepSpeed would save.
+        """
+        estimate = fp32_estimator(self.optimizer)
+        weights = [flat.detach().float() for flat in saved]
+        for flat, parts in zip(weights, self._parts.values(), strict=True):
+            for part, where in parts:
+                flat[where] = estimate(part)
+        return weights
+
+    @torch.no_grad()
+    def _restore_weights(self) -> None:
+        """Undo DeepSpeed's rounding of the FP32 weights that it has loaded: they were saved with what they rounded."""
+        for part, weight in zip(self._params(), self._weights, strict=bool(self._weights)):
+            part.copy_(weight)
+        self._weights = []
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def _described(self) -> list[tuple[int, tuple[int, ...], int, int]]:
+        described = []
+        for param in self._params():
+            part = _part_of(param)
+            described.append((part.number, tuple(part.shape), part.start, param.numel()))
+        return described
+
+
+def _part_of(param: Tensor) -> FlatPart:
+    part = flat_part(param)
+    assert part is not None
+    return part
+
+
+def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
+    """Raise ValueError if DeepSpeed cannot step `optimizer`."""
+    name = type(optimizer).__name__
+    if optimizer.tensor_mean is not None or any(map(optimizer.orthogonalizes, optimizer.param_groups)):
+        raise ValueError(
+            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
+        )
+    if optimizer.gradient_release:
+        raise ValueError("gradient_release=True: DeepSpeed averages gradients itself, after the backward pass; remove it")
+    if optimizer.state:
+        raise ValueError(f"this {name} has stepped or loaded states; build a new one, and load states after preparing it")
