@@ -8,11 +8,13 @@ import torch
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's `AcceleratedOptimizer`; return anything else, None included, unchanged.
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return anything else, None included, unchanged.
 
     The argument is untyped because this layer may not import accelerate.
     """
-    return getattr(optimizer, "optimizer", optimizer)
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def unwrap_given_optimizer(optimizer: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -24,12 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
+from hf_lowprec.integrations.live_models.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.live_models.live_modules import live_modules
-from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
@@ -39,6 +41,7 @@ from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
 
 _REDUCTION = "_hf_lowprec"
@@ -99,6 +102,10 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
     _warn_of_separate_processes(accelerator, reduction)
     setattr(accelerator, _REDUCTION, reduction)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _configure_deepspeed(accelerator, reduction)
+        wrap_method(accelerator, "prepare", functools.partial(_prepare_deepspeed, reduction))
+        return reduction
     prepared_models = PreparedModels()
     comparison = FirstStepComparison(accelerator)
     for optimizer in private_apis.prepared_optimizers(accelerator):
@@ -121,6 +128,33 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         wrap_method(accelerator, name, wrapper)
     accelerator.register_save_state_pre_hook(functools.partial(_describe_saved_state, accelerator))
     return reduction
+
+
+def _configure_deepspeed(accelerator: Accelerator, reduction: ReductionStatus) -> None:
+    """Set in DeepSpeed's configuration what our optimizers need."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    if changed := set_bf16_flags(config):
+        reduction.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
+    if reduction.grad_accumulation == "fp32":
+        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+
+
+def _prepare_deepspeed(reduction: ReductionStatus, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
+    import deepspeed
+
+    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+
+    def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
+            return original(*args, **kwargs)
+        engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
+        name = f"ZeRO {engine.zero_optimization_stage()}"
+        reduction.models.append(ReducedModel(name, engine.dp_world_size, ScratchBuffers()))
+        return engine, *others
+
+    with temporarily_wrapped(deepspeed, "initialize", initialize):
+        return original(*args, **kwargs)
 
 
 def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:

@@ -6,15 +6,17 @@ from typing import Any
 
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
+from hf_lowprec.integrations.deepspeed.config import check_config
+
 _SUPPORTED = {
     DistributedType.NO,
     DistributedType.MULTI_CPU,
     DistributedType.MULTI_GPU,
     DistributedType.MULTI_XPU,
     DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
 }
 _SETTINGS = {
-    DistributedType.DEEPSPEED: "TrainingArguments(deepspeed=…), DeepSpeedPlugin and --use_deepspeed",
     DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
 }
 """The settings that select a type, if they have other names than the type."""
@@ -50,9 +52,21 @@ def check_supported(accelerator: Any, grad_accumulation: str) -> None:
             f"GradientAccumulationPlugin(sync_each_batch=True) rounds gradients after every micro-batch, which "
             f"grad_accumulation={grad_accumulation!r} is meant to prevent; remove one of the two"
         )
+    if kind == DistributedType.DEEPSPEED:
+        _check_deepspeed(accelerator, grad_accumulation)
+        return
     _check_parallelism(accelerator.parallelism_config)
     if kind == DistributedType.FSDP:
         _check_fsdp(accelerator, grad_accumulation)
+
+
+def _check_deepspeed(accelerator: Any, grad_accumulation: str) -> None:
+    check_config(accelerator.state.deepspeed_plugin.deepspeed_config)
+    if grad_accumulation == "kahan":
+        raise ValueError(
+            "grad_accumulation='kahan' is not supported with DeepSpeed, which accumulates micro-batches itself; use "
+            "'fp32' or 'nearest'"
+        )
 
 
 def _check_parallelism(config: Any) -> None:

@@ -7,13 +7,13 @@ states in 8 bits and the norm are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.integrations.accelerate.carry_low_bits import TakenLowBits, low_bits_of_rank_0
+from hf_lowprec.integrations.live_models.carry_low_bits import TakenLowBits, low_bits_of_rank_0
 from hf_lowprec.integrations.deepspeed import private_apis
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -35,26 +35,33 @@ class _Part(NamedTuple):
     where: slice
 
 
-class _SharedGroup(dict[str, Any]):
+class _SharedGroup(MutableMapping[str, Any]):
     """DeepSpeed's view of a param group: it has its own "params" and shares everything else with the group.
 
-    DeepSpeed replaces the parameters by its partitions. Learning rates are set in either of the two.
+    DeepSpeed replaces the parameters by its partitions. Learning rates may be set in either of the two.
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
-        super().__init__(group)
         self.shared = group
+        self._params = {"params": group["params"]}
+
+    def _of(self, key: str) -> dict[str, Any]:
+        return self._params if key == "params" else self.shared
 
     def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(key) if key == "params" else self.shared[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self._of(key)[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        if key != "params":
-            self.shared[key] = value
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._of(key)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shared)
+
+    def __len__(self) -> int:
+        return len(self.shared)
 
 
 class PartitionedOptimizer(torch.optim.Optimizer):
@@ -73,7 +80,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(params, {})
         self.optimizer = optimizer
-        self.param_groups = [_SharedGroup(group) for group in optimizer.param_groups]
+        self.param_groups = [_SharedGroup(group) for group in optimizer.param_groups]  # type: ignore[misc]
         self._groups = list(self.param_groups)  # DeepSpeed leaves out groups without parameters
         self._numbers = {id(param): number for number, param in enumerate(params)}
         self._parts: dict[int, list[_Part]] = {}

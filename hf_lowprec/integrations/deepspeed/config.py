@@ -1,0 +1,61 @@
+"""DeepSpeed's configuration: the flags that our optimizers need, and what is not supported. Does not import DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BF16_FLAGS = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+"""With these, DeepSpeed gives an optimizer its partition in BF16; without the last two, an FP32 copy of it."""
+
+
+def set_bf16_flags(config: dict[str, Any]) -> list[str]:
+    """Set what our optimizers need in DeepSpeed's `config`. Returns the keys that have changed."""
+    bf16 = config.setdefault("bf16", {})
+    changed = [f"bf16.{name}" for name in BF16_FLAGS if bf16.get(name) is not True]
+    bf16 |= dict.fromkeys(BF16_FLAGS, True)
+    config["zero_allow_untested_optimizer"] = True
+    return changed
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting of DeepSpeed's `config` that is not supported; the message says what to change."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"zero_optimization.stage={stage} partitions nothing; set 1, 2 or 3, or use DDP without DeepSpeed"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device not in ("none", None):
+            raise ValueError(
+                f"zero_optimization.{key}.device={device!r} needs DeepSpeedCPUAdam, which keeps FP32 masters; remove it. "
+                "To save memory, use stage 3, rounding='stochastic' or state_dtype=int8, or FSDP2 with CPU offload"
+            )
+    unsupported = {
+        "zero_optimization.elastic_checkpoint": (
+            zero.get("elastic_checkpoint"),
+            "pads states as FP32 numbers, which damages remainders",
+        ),
+        "zero_optimization.zenflow": (zero.get("zenflow"), "steps parameters on the CPU"),
+        "zero_optimization.zero_quantized_gradients": (
+            zero.get("zero_quantized_gradients"),
+            "sends gradients in 4 bits",
+        ),
+        "zero_optimization.mics_shard_size": (zero.get("mics_shard_size", -1) > 0, "partitions in another way"),
+        "fp16.enabled": ((config.get("fp16") or {}).get("enabled") is True, "excludes BF16"),
+        "torch_autocast.enabled": ((config.get("torch_autocast") or {}).get("enabled"), "excludes a BF16 model"),
+        "tensor_parallel.autotp_size": (
+            (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1,
+            "shards parameters in another way; use tensor parallelism with FSDP2",
+        ),
+        "checkpoint.load_universal": (
+            (config.get("checkpoint") or {}).get("load_universal"),
+            "reads states of one flat tensor per group",
+        ),
+        "optimizer": (config.get("optimizer"), "replaces the optimizer that you pass"),
+    }
+    for key, (value, effect) in unsupported.items():
+        if value:
+            raise ValueError(f"{key}={value!r} in DeepSpeed's configuration {effect}; remove it")
