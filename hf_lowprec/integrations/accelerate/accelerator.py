@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.integrations.live_models.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
+from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags

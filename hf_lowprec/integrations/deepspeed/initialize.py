@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import cast_dtypes
-from hf_lowprec.integrations.live_models.carry_low_bits import returned_on_error, take_low_bits
+from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_bits
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
 from hf_lowprec.optim import LowPrecisionOptimizer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.integrations.live_models.carry_low_bits import TakenLowBits, low_bits_of_rank_0
+from hf_lowprec.integrations.carry_low_bits import TakenLowBits, low_bits_of_rank_0
 from hf_lowprec.integrations.deepspeed import private_apis
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -203,6 +203,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for part, weight in zip(self._params(), self._weights, strict=bool(self._weights)):
             part.copy_(weight)
         self._weights = []
+        private_apis.show_weights_to_model(self._zero)
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
