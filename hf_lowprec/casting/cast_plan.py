@@ -152,7 +152,9 @@ def _check_one_dtype(model: nn.Module, entries: Iterable[Entry]) -> None:
     """Raise ValueError unless all parameters of `model` can be cast."""
     named = list(entries)
     if named:
-        raise ValueError(f"one_dtype=True keeps no parameters in FP32, so keep_fp32={named[0]!r} cannot be used with it")
+        raise ValueError(
+            f"one_dtype=True keeps no parameters in FP32, so keep_fp32={named[0]!r} cannot be used with it"
+        )
     kept = [name for name, param in model.named_parameters() if param.dtype == torch.float32 and marks_in(model)]
     if kept:
         raise ValueError(

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.live_models.live_modules import live_modules
@@ -41,8 +41,8 @@ from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 _REDUCTION = "_hf_lowprec"
 """The accelerator's attribute that holds what `prepare_accelerator` returned for it."""

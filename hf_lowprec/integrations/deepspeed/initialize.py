@@ -18,6 +18,7 @@ from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flag
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
 from hf_lowprec.optim import LowPrecisionOptimizer
 
+
 def initialize_deepspeed(
     model: nn.Module, optimizer: LowPrecisionOptimizer, config: Mapping[str, Any] | str | Path, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:

@@ -230,6 +230,10 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
             f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
         )
     if optimizer.gradient_release:
-        raise ValueError("gradient_release=True: DeepSpeed averages gradients itself, after the backward pass; remove it")
+        raise ValueError(
+            "gradient_release=True: DeepSpeed averages gradients itself, after the backward pass; remove it"
+        )
     if optimizer.state:
-        raise ValueError(f"this {name} has stepped or loaded states; build a new one, and load states after preparing it")
+        raise ValueError(
+            f"this {name} has stepped or loaded states; build a new one, and load states after preparing it"
+        )

@@ -96,9 +96,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.check_replicas_every = check_replicas_every
         self.begin()
 
-    def begin(
-        self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False, one_dtype: bool = False
-    ) -> None:
+    def begin(self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False, one_dtype: bool = False) -> None:
         """Start over for a Trainer that is being built.
 
         Args:

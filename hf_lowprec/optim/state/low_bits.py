@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.parameter_numbers import number_of
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import dtensor_like, global_indices, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name
