@@ -22,7 +22,7 @@ from hf_lowprec.optim.state.low_bits import fp32_estimator
 from hf_lowprec.optim.step.clipping import square_sum_of
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.reduction.rank_mean import mean_of_slices
-from hf_lowprec.rounding.low_bits import set_low_bits
+from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
 
 PARTS, WEIGHTS = "parts", "weights"
 """Keys of the state dict: which elements of which parameter each part holds, and its 16-bit weights."""
@@ -131,6 +131,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 continue
             where = slice(piece.offset, piece.offset + piece.length)
             part = nn.Parameter(partition.flat.detach()[where])
+            partition_of_param = getattr(piece.param, "ds_tensor", None)
+            if partition_of_param is not None and (kept := low_bits(partition_of_param)) is not None:
+                set_low_bits(part, kept[: piece.length].clone())
             set_flat_part(part, FlatPart(*self._identities[id(piece.param)], piece.shape, piece.start))
             parts.append(_Part(part, where))
         self._parts[id(partition.flat)] = parts
