@@ -17,7 +17,7 @@ from hf_lowprec.integrations.carry_low_bits import TakenLowBits, low_bits_of_ran
 from hf_lowprec.integrations.deepspeed import private_apis
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.sharding import FlatPart, flat_part, set_flat_part
+from hf_lowprec.optim.sharding import FlatPart, part_of, set_flat_part
 from hf_lowprec.optim.state.low_bits import fp32_estimator
 from hf_lowprec.optim.step.clipping import square_sum_of
 from hf_lowprec.optim.step.step_plan import StepPlan
@@ -116,7 +116,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             kept: what `take_low_bits` has returned on this rank.
             shapes: of the model's parameters when it was called, by name.
         """
-        parts = [(part, _part_of(part)) for part in self._params()]
+        parts = [(part, part_of(part)) for part in self._params()]
         device = private_apis.device_of(self._zero)
         for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
             for param, part in parts:
@@ -219,15 +219,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     def _described(self) -> list[tuple[int, tuple[int, ...], int, int]]:
         described = []
         for param in self._params():
-            part = _part_of(param)
+            part = part_of(param)
             described.append((part.number, tuple(part.shape), part.start, param.numel()))
         return described
-
-
-def _part_of(param: Tensor) -> FlatPart:
-    part = flat_part(param)
-    assert part is not None
-    return part
 
 
 def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
