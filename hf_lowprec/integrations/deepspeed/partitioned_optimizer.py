@@ -135,7 +135,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     def _norm_of(self, grads: list[Tensor]) -> Tensor:
         """The norm of the gradients, FP32 scalar; the step that follows clips by it."""
         group = private_apis.data_parallel_group(self._zero)
-        total = square_sum_of(grads, grads[0].device)
+        # Those that were accumulated in FP32 are rounded before the step, which is to clip as one process does.
+        total = square_sum_of((grad.bfloat16() for grad in grads), grads[0].device)
         torch.distributed.all_reduce(total, group=group)
         norm = total.sqrt().float()
         optimizer = self.optimizer
