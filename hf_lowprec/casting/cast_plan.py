@@ -98,7 +98,8 @@ def make_plan(
         one_dtype: whether no parameter is kept in FP32.
 
     Raises:
-        ValueError: there are entries, or an earlier cast has kept parameters, although `one_dtype` is set; an entry matches nothing, covers quantized weights, or names what an earlier cast has rounded.
+        ValueError: there are entries, or an earlier cast has kept parameters, although `one_dtype` is set; an entry
+            matches nothing, covers quantized weights, or names what an earlier cast has rounded.
         TypeError: an entry is neither a string nor a module class.
     """
     tree, earlier, new = ModuleTree.of(model), earlier_entries(model), as_entries(keep_fp32)

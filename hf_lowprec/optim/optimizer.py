@@ -152,6 +152,9 @@ class LowPrecisionOptimizer(Algorithm):
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
+        self._stepped_parts = False
+        self.before_part: list[Callable[[StepPlan], None]] = []
+        """Called by `step_part` with its plan, which has gradients, scalars, clip factors and tensor means."""
         self._forget_plan()
         self.release = None  # `add_param_group` reads it, which torch calls
         defaults = {
@@ -204,6 +207,9 @@ class LowPrecisionOptimizer(Algorithm):
         if self.release is not None:
             self.grad_norm = self.release.end_step()
             return loss
+        if self._stepped_parts:
+            self._stepped_parts = False
+            return loss
         with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
             norm = self.prepare_step(plan)
             with interrupts.deferred():
@@ -213,19 +219,19 @@ class LowPrecisionOptimizer(Algorithm):
         return loss
 
     def begin_step_of_parts(self, norm: Tensor) -> None:
-        """Begin a step that takes some parameters at a time, each with `step_part`.
+        """Begin a step that takes some parameters at a time, each with `step_part`. A call of `step` ends it.
 
         Args:
             norm: that of all gradients before clipping, on all ranks; FP32 scalar on their device.
         """
-        parameter_numbers.reset_numbers()
+        self._stepped_parts = True
         self.grad_norm = self._clipping.given = norm
         self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
 
     @_never_compiled
     @without_grad
     def step_part(self, params: Iterable[Tensor], earlier: StepPlan | None) -> StepPlan:
-        """Step some parameters, which have gradients, after `begin_step_of_parts`.
+        """Step some parameters, which have gradients, after `begin_step_of_parts` or in a backward pass.
 
         Args:
             params: the parameters.
@@ -237,10 +243,15 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             RuntimeError, ValueError, torch.OutOfMemoryError: as `step`.
         """
-        with self.plan_bucket(earlier, set(map(id, params))) as plan:
+        params = list(params)
+        with self._updated_plan(earlier, self.limit is not None, set(map(id, params))) as plan:
             self.prepare_step(plan)
+            for call in self.before_part:
+                call(plan)
             with interrupts.deferred():
                 self.run_step(plan)
+                for param in params:
+                    param.grad = None
         return plan
 
     def _keep_norm(self, norm: Tensor | None) -> None:
@@ -290,15 +301,6 @@ class LowPrecisionOptimizer(Algorithm):
         if self._clipping.pending is not None:
             self._clipping.match(self._gradients())
         return self._plan_with_gradients(clipped=self.limit is not None)
-
-    def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
-        """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release/`.
-
-        Args:
-            earlier: the plan of an earlier step, which is returned if it fits.
-            params: the identities of the parameters.
-        """
-        return self._updated_plan(earlier, self.limit is not None, params)
 
     def _check_groups(self) -> None:
         self._spell_out_modes()
@@ -552,6 +554,8 @@ class LowPrecisionOptimizer(Algorithm):
         norm_before = state.pop(NORM_BEFORE, 0.0)
         super().__setstate__(state)
         self._forget_plan()
+        self._stepped_parts = False
+        vars(self).setdefault("before_part", [])
         self.release = vars(self).get("release")  # there is one while torch loads a state dict
         if self.gradient_release:
             self.release = self.release or GradientRelease(self)

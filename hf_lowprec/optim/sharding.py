@@ -54,11 +54,13 @@ class FlatPart(NamedTuple):
 
     Attributes:
         number: the parameter's position in its optimizer before it was cut.
+        name: the parameter's name in the model.
         shape: the parameter's shape.
         start: index of the range's first element in the parameter.
     """
 
     number: int
+    name: str
     shape: torch.Size
     start: int
 
@@ -77,9 +79,9 @@ def flat_part(tensor: Any) -> FlatPart | None:
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """The shape of the full tensor of which this rank holds a part."""
+    """The shape of the full tensor of which this rank holds a part. That of a parameter under ZeRO 3 is `ds_shape`."""
     part = flat_part(tensor)
-    return tensor.shape if part is None else part.shape
+    return getattr(tensor, "ds_shape", tensor.shape) if part is None else part.shape
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return anything else, None included, unchanged.
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return anything else, None too, unchanged.
 
     The argument is untyped because this layer may not import accelerate.
     """

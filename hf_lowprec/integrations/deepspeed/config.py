@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: the flags that our optimizers need, and what is not supported. Does not import DeepSpeed."""
+"""DeepSpeed's configuration: the flags that our optimizers need, and what is not supported."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ def check_config(config: Mapping[str, Any]) -> None:
         device = (zero.get(key) or {}).get("device", "none")
         if device not in ("none", None):
             raise ValueError(
-                f"zero_optimization.{key}.device={device!r} needs DeepSpeedCPUAdam, which keeps FP32 masters; remove it. "
-                "To save memory, use stage 3, rounding='stochastic' or state_dtype=int8, or FSDP2 with CPU offload"
+                f"zero_optimization.{key}.device={device!r} needs DeepSpeedCPUAdam, which keeps FP32 masters; remove "
+                "it. To save memory, use stage 3, rounding='stochastic' or state_dtype=int8, or FSDP2 with CPU offload"
             )
     unsupported = {
         "zero_optimization.elastic_checkpoint": (
             zero.get("elastic_checkpoint"),
             "pads states as FP32 numbers, which damages remainders",
+        ),
+        "zero_optimization.compute_grad_norm": (
+            zero.get("compute_grad_norm") is False,
+            "leaves out the norm, with which every step begins",
         ),
         "zero_optimization.zenflow": (zero.get("zenflow"), "steps parameters on the CPU"),
         "zero_optimization.zero_quantized_gradients": (

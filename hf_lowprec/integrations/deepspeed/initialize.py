@@ -55,7 +55,7 @@ def initialize_deepspeed(
     _check_dtypes(model)
     if cast_dtypes(model):
         return_float32(model)
-    partitioned = PartitionedOptimizer(optimizer)
+    partitioned = PartitionedOptimizer(optimizer, model)
     low_bits = take_low_bits(model)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     with returned_on_error(model, low_bits):
@@ -63,7 +63,7 @@ def initialize_deepspeed(
             model=model, optimizer=partitioned, config=config, **kwargs
         )
     partitioned.partition(zero)
-    partitioned.give_low_bits(model, low_bits, shapes)
+    partitioned.give_low_bits(low_bits, shapes)
     return engine, zero, loader, scheduler
 
 

@@ -70,21 +70,24 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the optimizer, with the parameters of the model and no states yet. After `partition`, its parameters
             are this rank's parts of them.
+        model: the model, for their names.
 
     Raises:
         ValueError: the optimizer has states, or needs whole tensors, or releases gradients.
     """
 
-    def __init__(self, optimizer: LowPrecisionOptimizer) -> None:
+    def __init__(self, optimizer: LowPrecisionOptimizer, model: nn.Module) -> None:
         check_optimizer(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(params, {})
         self.optimizer = optimizer
         self.param_groups = [_SharedGroup(group) for group in optimizer.param_groups]  # type: ignore[misc]
         self._groups = list(self.param_groups)  # DeepSpeed leaves out groups without parameters
-        self._numbers = {id(param): number for number, param in enumerate(params)}
+        names = {id(param): name for name, param in model.named_parameters()}
+        self._identities = {id(param): (number, names.get(id(param), "")) for number, param in enumerate(params)}
         self._parts: dict[int, list[_Part]] = {}
         self._plans: dict[int, StepPlan] = {}
+        self._left = 0  # partitions that the running step has yet to step
         self._weights: list[Tensor] = []  # loaded, and not yet restored
         self._zero: Any = None
 
@@ -102,20 +105,18 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for partition in private_apis.partitions(zero):
             self._add_partition(partition)
 
-    def give_low_bits(self, model: nn.Module, kept: TakenLowBits, shapes: Mapping[str, torch.Size]) -> None:
+    def give_low_bits(self, kept: TakenLowBits, shapes: Mapping[str, torch.Size]) -> None:
         """Give this rank's parts the low bits that rank 0 has taken, after `partition`. Every rank must call it.
 
         Args:
-            model: the model.
             kept: what `take_low_bits` has returned on this rank.
             shapes: of the model's parameters when it was called, by name.
         """
-        numbers = {name: self._numbers.get(id(param)) for name, param in model.named_parameters()}
         parts = [(part, _part_of(part)) for part in self._params()]
         device = private_apis.device_of(self._zero)
         for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
             for param, part in parts:
-                if part.number == numbers[name]:
+                if part.name == name:
                     own = full.view(-1)[part.start : part.start + param.numel()].clone()
                     set_low_bits(param, own, dither_stream)
 
@@ -126,7 +127,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 continue
             where = slice(piece.offset, piece.offset + piece.length)
             part = nn.Parameter(partition.flat.detach()[where])
-            set_flat_part(part, FlatPart(self._numbers[id(piece.param)], piece.shape, piece.start))
+            set_flat_part(part, FlatPart(*self._identities[id(piece.param)], piece.shape, piece.start))
             parts.append(_Part(part, where))
         self._parts[id(partition.flat)] = parts
         own = self.param_groups[partition.group].shared  # type: ignore[attr-defined]
@@ -139,23 +140,23 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         total = square_sum_of((grad.bfloat16() for grad in grads), grads[0].device)
         torch.distributed.all_reduce(total, group=group)
         norm = total.sqrt().float()
-        optimizer = self.optimizer
-        optimizer.begin_step_of_parts(norm)
+        self.optimizer.begin_step_of_parts(norm)
+        self._left = len(self._parts)
         return norm
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step the partitions that are in `param_groups`, whose gradients DeepSpeed has set."""
+        """Step the partitions in `param_groups`, whose gradients DeepSpeed has set. The last one ends the step."""
         for group in self.param_groups:
             for flat in group["params"]:
                 parts = self._parts[id(flat)]
-                if not parts:
-                    continue
                 for part, where in parts:
                     part.grad = flat.grad[where]
-                params = [part for part, _ in parts]
-                self._plans[id(flat)] = self.optimizer.step_part(params, self._plans.get(id(flat)))
-                for part in params:
-                    part.grad = None
+                if parts:
+                    params = [part for part, _ in parts]
+                    self._plans[id(flat)] = self.optimizer.step_part(params, self._plans.get(id(flat)))
+                self._left -= 1
+        if not self._left:
+            self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The optimizer's state dict, what its parts are, and their weights."""
@@ -231,10 +232,6 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
             f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
         )
     if optimizer.gradient_release:
-        raise ValueError(
-            "gradient_release=True: DeepSpeed averages gradients itself, after the backward pass; remove it"
-        )
+        raise ValueError("gradient_release=True: DeepSpeed averages gradients after the backward pass; remove it")
     if optimizer.state:
-        raise ValueError(
-            f"this {name} has stepped or loaded states; build a new one, and load states after preparing it"
-        )
+        raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

@@ -228,8 +228,7 @@ class LowPrecisionCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.close()
         self._monitor, self.precision, self.findings = None, None, []
-        # DeepSpeed steps parts of parameters at a time.
-        if self.log_lost_updates and steps_16_bit_weights(optimizer) and not self.one_dtype:
+        if self.log_lost_updates and steps_16_bit_weights(optimizer):
             self._monitor = RunMonitor(optimizer, model, warns=state.is_world_process_zero, across_ranks=True)
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
