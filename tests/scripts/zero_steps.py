@@ -1,9 +1,13 @@
-"""DeepSpeed ZeRO 1, 2 and 3: weights and states are those of one process with the same gradients, bit for bit."""
+"""DeepSpeed ZeRO 1, 2 and 3: weights and states are those of one process with the same gradients, bit for bit.
+
+zero_steps.py RANKS…
+"""
 
 import gc
 import itertools
 import os
 import random
+import sys
 import zlib
 from typing import Any
 
@@ -197,7 +201,8 @@ def compare_parts(optimizer: Any, references: dict[Any, Any], state_dtype: torch
     """
     parts = []
     for part in params_of(optimizer):
-        number, _, start = flat_part(part)
+        at = flat_part(part)
+        number, start = at.number, at.start
         own = optimizer.state[part]
         in_8_bits = any(value.dtype == torch.uint8 for value in own.values())
         reference = references[None if state_dtype == torch.int8 and not in_8_bits else state_dtype]
@@ -239,7 +244,7 @@ def main() -> None:
 
     gc.collect()
     gc.freeze()  # DeepSpeed and checks of the first step visit all objects
-    run_worlds(check_all, RANKS)
+    run_worlds(check_all, map(int, sys.argv[1:]))
     print(f"{len(chosen)} cases agree", flush=True)
 
 
