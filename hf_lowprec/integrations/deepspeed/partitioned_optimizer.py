@@ -183,7 +183,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 "saved it, or start from the weights alone"
             )
         own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
-        self.optimizer.load_state_dict(own)
+        self.optimizer.load_state_dict(own)  # which replaces its groups
+        for shared, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            shared.shared = group
         self._weights = state_dict[WEIGHTS]
 
     def _fp32_weights(self, saved: list[Tensor]) -> list[Tensor]:
