@@ -145,6 +145,8 @@ def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Mod
 def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     """Convert a tensor and its gradient in place, since optimizers and tied modules hold the tensor object."""
     tensor.data = tensor.data.to(dtype)
+    if hasattr(tensor, "ds_tensor"):  # under DeepSpeed's ZeRO 3, which leaves the parameter itself empty
+        tensor.ds_tensor.data = tensor.ds_tensor.data.to(dtype)
     if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(dtype)
 

@@ -14,11 +14,7 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
 def cast_model(
-    model: nn.Module,
-    dtype: torch.dtype = torch.bfloat16,
-    keep_fp32: KeepFp32 = (),
-    keep_low_bits: bool = False,
-    one_dtype: bool = False,
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = (), keep_low_bits: bool = False
 ) -> CastReport:
     """Cast a model to BF16 or FP16 in place, keep norms and other sensitive parts in FP32, and report what was done.
 
@@ -64,14 +60,12 @@ def cast_model(
         keep_low_bits: keep what the cast rounds off trainable FP32 parameters, and FP16 ones that become BF16, at 2
             bytes per parameter. An hf_lowprec optimizer with Kahan summation or split weights uses it as the first
             compensation or remainder; one in another rounding mode drops it. All ranks must have the same weights.
-        one_dtype: cast all parameters, those of norms included, as DeepSpeed requires. Buffers are kept as above.
 
     Returns:
         A report of the dtypes, the parts kept in FP32 with reasons, and the hooks; `print` it.
 
     Raises:
-        ValueError: `dtype` is unsupported or differs from that of an earlier cast, or the latter has kept parameters in
-            FP32 that `one_dtype` would cast; `one_dtype` comes with `keep_fp32`; an entry of `keep_fp32` matches
+        ValueError: `dtype` is unsupported or differs from that of an earlier cast; an entry of `keep_fp32` matches
             nothing, covers quantized weights, or names a tensor that an earlier cast has rounded; the model is already
             wrapped, sharded or prepared for training.
         TypeError: an entry of `keep_fp32` is neither a string nor a module class.
@@ -79,7 +73,7 @@ def cast_model(
     check_model_and_dtype(model, dtype)
     entries = as_entries(keep_fp32)
     already_cast = bool(marks_in(model))
-    plan = make_plan(model, dtype, entries, one_dtype)
+    plan = make_plan(model, dtype, entries)
     targets = [planned.target for planned in plan.tensors]
     before = dtype_totals(targets)
     tensors = convert_tensors(model, plan, keep_low_bits)

@@ -86,28 +86,21 @@ class CastPlan:
         return "\n".join(lines)
 
 
-def make_plan(
-    model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = (), one_dtype: bool = False
-) -> CastPlan:
+def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = ()) -> CastPlan:
     """Decide what `cast_model` with these arguments does. The model is not changed.
 
     Args:
         model: may have been cast before, in whole or in part: entries of `keep_fp32` from then hold on.
         dtype: BF16 or FP16.
         keep_fp32: one new entry or several.
-        one_dtype: whether no parameter is kept in FP32.
 
     Raises:
-        ValueError: there are entries, or an earlier cast has kept parameters, although `one_dtype` is set; an entry
-            matches nothing, covers quantized weights, or names what an earlier cast has rounded.
+        ValueError: an entry matches nothing, covers quantized weights, or names what an earlier cast has rounded.
         TypeError: an entry is neither a string nor a module class.
     """
     tree, earlier, new = ModuleTree.of(model), earlier_entries(model), as_entries(keep_fp32)
     check_entries_match(tree, new)
     parts = fp32_parts(tree, (*earlier, *new))
-    if one_dtype:
-        _check_one_dtype(model, (*earlier, *new))
-        parts = buffers_alone(tree, parts)
     check_no_quantized_weights(tree, parts)
     if marks_in(model):
         check_not_rounded(tree, parts, fp32_parts(tree, earlier))
@@ -138,30 +131,6 @@ def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry]) -> Fp32Parts:
     parts = Fp32Parts.combine(decisions)
     keep_tied_weights(tree, parts)
     return parts
-
-
-def buffers_alone(tree: ModuleTree, parts: Fp32Parts) -> Fp32Parts:
-    """What is left of `parts` if no parameter stays in FP32: buffers, and modules without parameters."""
-    params = {target.name for target in tree.tensors if isinstance(target.tensor, nn.Parameter)}
-    return Fp32Parts(
-        {name: why for name, why in parts.modules.items() if not any(True for _ in tree.modules[name].parameters())},
-        {name: why for name, why in parts.tensors.items() if name not in params},
-    )
-
-
-def _check_one_dtype(model: nn.Module, entries: Iterable[Entry]) -> None:
-    """Raise ValueError unless all parameters of `model` can be cast."""
-    named = list(entries)
-    if named:
-        raise ValueError(
-            f"one_dtype=True keeps no parameters in FP32, so keep_fp32={named[0]!r} cannot be used with it"
-        )
-    kept = [name for name, param in model.named_parameters() if param.dtype == torch.float32 and marks_in(model)]
-    if kept:
-        raise ValueError(
-            f"an earlier cast has kept {len(kept)} parameters in FP32 ({kept[0]}, …); call "
-            "cast_model(model, one_dtype=True) instead of it"
-        )
 
 
 def plan_tensors(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> tuple[TensorPlan, ...]:

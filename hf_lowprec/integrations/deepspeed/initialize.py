@@ -16,7 +16,9 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_bits
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
+from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.rounding import dtype_name
 
 
 def initialize_deepspeed(
@@ -32,10 +34,10 @@ def initialize_deepspeed(
       same number of ranks.
     - ZeRO 1 and 2 step the model's weights themselves, so the copy that DeepSpeed makes of them is freed.
 
-    All parameters are BF16, norms included: DeepSpeed has one dtype for all.
+    - Norms stay in FP32, though DeepSpeed sends their gradients in BF16.
 
     Args:
-        model: a model without DDP or FSDP, cast with `cast_model(model, one_dtype=True)`.
+        model: a model without DDP or FSDP, cast with `cast_model`.
         optimizer: an optimizer of its parameters, without states.
         config: DeepSpeed's configuration, as a dictionary or a file. The flags in `bf16` and
             `zero_allow_untested_optimizer` are set, in a dictionary as well.
@@ -58,7 +60,7 @@ def initialize_deepspeed(
     partitioned = PartitionedOptimizer(optimizer, model)
     low_bits = take_low_bits(model)
     shapes = {name: param.shape for name, param in model.named_parameters()}
-    with returned_on_error(model, low_bits):
+    with returned_on_error(model, low_bits), keeping_dtypes():
         engine, zero, loader, scheduler = deepspeed.initialize(
             model=model, optimizer=partitioned, config=config, **kwargs
         )
@@ -68,14 +70,9 @@ def initialize_deepspeed(
 
 
 def _check_dtypes(model: nn.Module) -> None:
-    kept = [
-        name
-        for name, param in model.named_parameters()
-        if param.requires_grad and param.is_floating_point() and param.dtype != torch.bfloat16
-    ]
-    if kept:
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if torch.bfloat16 not in dtypes or not dtypes <= {torch.bfloat16, torch.float32}:
+        found = ", ".join(sorted(map(dtype_name, dtypes))) or "none"
         raise ValueError(
-            f"{len(kept)} trainable parameters are not BF16 ({kept[0]}, …), but DeepSpeed has one dtype for all. Call "
-            "cast_model(model, one_dtype=True) before deepspeed.zero.Init or initialize_deepspeed; with Trainer and "
-            "ZeRO 3, set bf16=True before the model is loaded"
+            f"the dtypes of the trainable parameters are {found}; call cast_model(model) before initialize_deepspeed"
         )

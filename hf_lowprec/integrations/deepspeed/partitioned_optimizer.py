@@ -28,6 +28,10 @@ PARTS, WEIGHTS = "parts", "weights"
 """Keys of the state dict: which elements of which parameter each part holds, and its 16-bit weights."""
 
 
+_DTYPES = (torch.bfloat16, torch.float32)
+"""Of the parameters; the first group must have the first one, which DeepSpeed takes for that of the model."""
+
+
 class _Part(NamedTuple):
     """A part of a parameter, and where its flat partition holds it."""
 
@@ -36,14 +40,14 @@ class _Part(NamedTuple):
 
 
 class _SharedGroup(MutableMapping[str, Any]):
-    """DeepSpeed's view of a param group: it has its own "params" and shares everything else with the group.
+    """DeepSpeed's view of a param group: the parameters of one dtype. Everything else it shares with the group.
 
     DeepSpeed replaces the parameters by its partitions. Learning rates may be set in either of the two.
     """
 
-    def __init__(self, group: dict[str, Any]) -> None:
+    def __init__(self, group: dict[str, Any], dtype: torch.dtype) -> None:
         self.shared = group
-        self._params = {"params": group["params"]}
+        self._params = {"params": [param for param in group["params"] if param.dtype == dtype]}
 
     def _of(self, key: str) -> dict[str, Any]:
         return self._params if key == "params" else self.shared
@@ -81,8 +85,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(params, {})
         self.optimizer = optimizer
-        self.param_groups = [_SharedGroup(group) for group in optimizer.param_groups]  # type: ignore[misc]
-        self._groups = list(self.param_groups)  # DeepSpeed leaves out groups without parameters
+        shared = (_SharedGroup(group, dtype) for dtype in _DTYPES for group in optimizer.param_groups)
+        self.param_groups = [group for group in shared if group["params"]]  # type: ignore[misc]
         names = {id(param): name for name, param in model.named_parameters()}
         self._identities = {id(param): (number, names.get(id(param), "")) for number, param in enumerate(params)}
         self._parts: dict[int, list[_Part]] = {}

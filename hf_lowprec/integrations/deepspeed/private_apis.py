@@ -5,14 +5,18 @@ Each has a test in `tests/deepspeed/test_private_apis.py` that fails when a new 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
-from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
@@ -40,7 +44,7 @@ class Partition(NamedTuple):
 
     Attributes:
         flat: this rank's part of some parameters, one after the other.
-        group: the position of their param group in the optimizer.
+        group: the position of their param group among those that DeepSpeed was given.
         pieces: what it holds, in its order. The rest is padding.
     """
 
@@ -77,12 +81,42 @@ def partitions(zero: Any) -> Iterator[Partition]:
         yield Partition(flat, k, pieces)
 
 
-def step_weights_in_place(zero: Any) -> None:
-    """Let ZeRO 1 and 2 step the model's weights themselves, and free the copy that they step otherwise.
+@contextmanager
+def keeping_dtypes() -> Iterator[None]:
+    """Let DeepSpeed leave parameters in the dtypes that they have while it is initialized.
 
-    With a BF16 master, the copy has the same bits. ZeRO 3 makes none.
+    It would cast all of them to BF16, and ZeRO 3 moves all partitions into one tensor.
+    """
+
+    def defragment(original: Callable, tensors: list[Tensor]) -> Tensor:
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            by_dtype[tensor.dtype].append(tensor)
+        first, *_ = (original(alike) for alike in by_dtype.values())  # every tensor becomes a part of what it returns
+        return first
+
+    def set_flat_groups(original: Callable, zero: Any) -> None:
+        for params in zero.fp16_groups:
+            first, size = params[0].ds_tensor, sum(param.partition_numel() for param in params)
+            zero.fp16_partitioned_groups_flat.append(first.detach().as_strided((size,), (1,)))
+
+    with (
+        temporarily_wrapped(DeepSpeedEngine, "_cast_module_mixed_precision", lambda *_, **__: None),
+        temporarily_wrapped(DeepSpeedEngine, "_DeepSpeedEngine__check_params", lambda *_, **__: None),
+        temporarily_wrapped(stage3, "defragment", defragment),
+        temporarily_wrapped(DeepSpeedZeroOptimizer_Stage3, "_set_fp16_partitioned_groups_flat", set_flat_groups),
+    ):
+        yield
+
+
+def step_weights_in_place(zero: Any) -> None:
+    """Let a ZeRO optimizer step the model's weights themselves, in their dtype, and free the BF16 copies that it steps.
+
+    ZeRO 3 makes none of BF16 weights.
     """
     if is_stage_3(zero):
+        for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
+            flat.data = weights.data
         return
     for k, flat in enumerate(zero.single_partition_of_fp32_groups):
         rank = torch.distributed.get_rank(zero.real_dp_process_group[k])

@@ -103,7 +103,6 @@ class LowPrecisionCallback(TrainerCallback):
             optim_args: its parsed `optim_args`: patterns to add to the callback's own, and values that replace the
                 callback's other arguments.
             keep_low_bits: whether the optimizer can use the low bits that the cast rounds off.
-            one_dtype: whether all parameters must have one dtype, as under DeepSpeed.
 
         Raises:
             ValueError: `grad_accumulation` is unknown, or `check_replicas_every` is negative.
@@ -120,7 +119,6 @@ class LowPrecisionCallback(TrainerCallback):
         self.reduction: ReductionStatus | None = None
         self.cast_report: CastReport | None = None
         self.keep_low_bits = keep_low_bits
-        self.one_dtype = one_dtype
         self.rounding_schedule = options.rounding_schedule
         self._trained: nn.Module | None = None
         self.report_text = ""
@@ -141,7 +139,7 @@ class LowPrecisionCallback(TrainerCallback):
             outputs_next_to_loss: see `return_float32`.
         """
         check_quantized_weights_are_frozen(model)
-        self.cast_report = cast_model(model, self.dtype, self._patterns, self.keep_low_bits, self.one_dtype)
+        self.cast_report = cast_model(model, self.dtype, self._patterns, self.keep_low_bits)
         self._trained = model
         return_float32(model, outputs_next_to_loss)
         logger.info("hf_lowprec: %s", self.cast_report)
@@ -315,7 +313,7 @@ class LowPrecisionCallback(TrainerCallback):
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         # FSDP2 loads into the existing tensors and keeps their dtypes.
         if best and not any(map(is_sharded, kwargs["model"].parameters())):
-            cast_model(kwargs["model"], self.dtype, self._patterns, one_dtype=self.one_dtype)
+            cast_model(kwargs["model"], self.dtype, self._patterns)
         if not isinstance(optimizer, LowPrecisionOptimizer):
             return
         if not best:

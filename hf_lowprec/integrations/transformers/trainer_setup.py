@@ -62,11 +62,7 @@ def build(call: TrainerCall) -> None:
     else:
         settings = _settings_of_given_optimizer(arguments)
     _check_precision(args)
-    callback.begin(
-        optim_args,
-        keep_low_bits=any(map(starts_with_low_bits, settings)),
-        one_dtype=getattr(args, "deepspeed_plugin", None) is not None,
-    )
+    callback.begin(optim_args, keep_low_bits=any(map(starts_with_low_bits, settings)))
     attach(trainer, callback)
     cast = functools.partial(callback.cast, outputs_next_to_loss=_needs_outputs(trainer))
     if arguments.get("model") is not None:
@@ -147,13 +143,8 @@ def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
     whole = _with_losses(trainer, trainer.model if model is None else model)
     if dtypes := _low_precision_dtypes(whole):
         attachment = attachment_of(trainer)
-        callback = None if attachment is None else attachment.callback
-        cast_model(
-            whole,
-            min(dtypes, key=str),
-            keep_low_bits=callback is not None and callback.keep_low_bits,
-            one_dtype=callback is not None and callback.one_dtype,
-        )
+        keep_low_bits = attachment is not None and attachment.callback.keep_low_bits
+        cast_model(whole, min(dtypes, key=str), keep_low_bits=keep_low_bits)
 
 
 def _warn_of_overwritten_weight_decay(trainer: Trainer) -> None:
