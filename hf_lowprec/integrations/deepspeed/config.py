@@ -47,6 +47,10 @@ def check_config(config: Mapping[str, Any]) -> None:
             zero.get("zero_quantized_gradients"),
             "sends gradients in 4 bits",
         ),
+        "zero_optimization.contiguous_gradients": (
+            stage < 3 and zero.get("contiguous_gradients") is False and "false",
+            "averages gradients in another way, in 16 bits",
+        ),
         "zero_optimization.mics_shard_size": (zero.get("mics_shard_size", -1) > 0, "partitions in another way"),
         "fp16.enabled": ((config.get("fp16") or {}).get("enabled") is True, "excludes BF16"),
         "torch_autocast.enabled": ((config.get("torch_autocast") or {}).get("enabled"), "excludes a BF16 model"),
@@ -57,6 +61,10 @@ def check_config(config: Mapping[str, Any]) -> None:
         "checkpoint.load_universal": (
             (config.get("checkpoint") or {}).get("load_universal"),
             "reads states of one flat tensor per group",
+        ),
+        "data_types.grad_accum_dtype": (
+            stage == 1 and (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32" and "fp32",
+            "makes ZeRO 1 keep FP32 weights; use stage 2, or",
         ),
         "optimizer": (config.get("optimizer"), "replaces the optimizer that you pass"),
     }

@@ -143,7 +143,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     def _norm_of(self, grads: list[Tensor]) -> Tensor:
         """The norm of the gradients, FP32 scalar; the step that follows clips by it."""
         group = private_apis.data_parallel_group(self._zero)
-        total = square_sum_of(grads, grads[0].device)
+        # Those that were accumulated in FP32 are rounded before the step, which is to clip as one process does.
+        total = square_sum_of((grad.bfloat16() for grad in grads), grads[0].device)
         torch.distributed.all_reduce(total, group=group)
         norm = total.sqrt().float()
         self.optimizer.begin_step_of_parts(norm)
@@ -189,7 +190,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 "saved it, or start from the weights alone"
             )
         own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
-        self.optimizer.load_state_dict(own)
+        self.optimizer.load_state_dict(own)  # which replaces its groups
+        for shared, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            shared.shared = group
         self._weights = state_dict[WEIGHTS]
 
     def _fp32_weights(self, saved: list[Tensor]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Imports of the scripts: the fork server makes them once, so that no script has to."""
 
+import contextlib
 import gc
 
 import accelerate.utils  # noqa: F401
@@ -10,6 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import hf_lowprec.integrations  # noqa: F401
 import tests.support.processes.ranks  # noqa: F401
+
+with contextlib.suppress(ImportError):  # it is optional
+    import tests.support.processes.deepspeed_on_cpu  # noqa: F401
 
 torch.set_num_threads(1)  # ranks share few cores
 gc.freeze()  # scripts' collections neither visit nor copy what was imported
