@@ -102,6 +102,11 @@ def prepare_accelerator(
         _return_float32_if_cast(model)
         _forbid_later_cast(model)
     status = ReductionStatus(grad_accumulation, reduction)
+    if accelerator.parallelism_config is not None and accelerator.parallelism_config.cp_enabled:
+        status.notes.append(
+            f"context parallelism over {accelerator.parallelism_config.cp_size} ranks: gradients are summed over them "
+            "as well; torch's attention for it needs GPUs, on which this package has not been tested"
+        )
     if private_apis.switch_autocast_off(accelerator):
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
     _warn_of_separate_processes(accelerator, status)

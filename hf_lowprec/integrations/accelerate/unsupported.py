@@ -52,20 +52,26 @@ def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) ->
             f"GradientAccumulationPlugin(sync_each_batch=True) rounds gradients after every micro-batch, which "
             f"grad_accumulation={grad_accumulation!r} is meant to prevent; remove one of the two"
         )
-    _check_parallelism(accelerator.parallelism_config)
+    _check_parallelism(accelerator.parallelism_config, kind)
     if kind == DistributedType.FSDP:
         _check_fsdp(accelerator, grad_accumulation)
     if reduction == "nccl":
         _check_nccl(accelerator, grad_accumulation)
 
 
-def _check_parallelism(config: Any) -> None:
-    for size, name in (("tp_size", "tensor"), ("cp_size", "context"), ("sp_size", "sequence")):
-        if config is not None and getattr(config, size, 1) > 1:
+def _check_parallelism(config: Any, kind: DistributedType) -> None:
+    # Sequence parallelism is DeepSpeed's: without it, accelerate ignores `sp_size`.
+    for size, name in (("tp_size", "tensor"), ("sp_size", "sequence")):
+        if getattr(config, size, 1) > 1:
             raise ValueError(
                 f"ParallelismConfig({size}={getattr(config, size)}): {name} parallelism is not supported with FP32 "
-                f"sums; use dp_shard_size and dp_replicate_size, with {size}=1"
+                f"sums; use dp_shard_size, dp_replicate_size and cp_size, with {size}=1"
             )
+    if getattr(config, "cp_size", 1) > 1 and kind != DistributedType.FSDP:
+        raise ValueError(
+            f"ParallelismConfig(cp_size={config.cp_size}): FP32 sums over the ranks of a context need FSDP2 "
+            "(accelerate launch --use_fsdp --fsdp_version 2)"
+        )
 
 
 def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:

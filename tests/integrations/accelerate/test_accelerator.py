@@ -117,11 +117,13 @@ def test_the_report_says_who_sums():
         assert str(status) == f"FSDP2: {words} ranks, 16-bit gradients on the wire"
 
 
-@pytest.mark.parametrize("size", ["tp_size", "cp_size", "sp_size"])
-def test_other_parallelism_is_refused(size):
+@pytest.mark.parametrize(
+    ("size", "way_out"), [("tp_size", "dp_shard_size"), ("cp_size", "need FSDP2"), ("sp_size", "dp_shard_size")]
+)
+def test_other_parallelism_is_refused(size, way_out):
     built = accelerator(DistributedType.MULTI_GPU)
     built.state.parallelism_config = SimpleNamespace(**{size: 2})
-    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*dp_shard_size"):
+    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*{way_out}"):
         hf_lowprec.prepare_accelerator(built)
     assert size == "sp_size" or hasattr(ParallelismConfig(), size)  # accelerate 1.11 has no `sp_size`
 
