@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -66,7 +66,8 @@ def estimate(
         int, typer.Option(min=1, metavar="N", help="Of these, GPUs that share the experts (expert parallelism).")
     ] = 1,
     zero: Annotated[
-        int | None, typer.Option(min=1, max=3, metavar="STAGE", help="DeepSpeed's ZeRO over --gpus, not FSDP2.")
+        Literal["1", "2", "3"] | None,
+        typer.Option(metavar="N", help="DeepSpeed's ZeRO of this stage over --gpus, not FSDP2."),
     ] = None,
     gradient_accumulation_steps: Annotated[
         int,
@@ -131,9 +132,9 @@ def estimate(
         raise typer.BadParameter("activations need both --batch-size and --sequence-length")
     if gradient_checkpointing and batch_size is None:
         raise typer.BadParameter("--gradient-checkpointing needs --batch-size and --sequence-length")
-    setup = Setup(
-        gpus, gradient_accumulation_steps, gpu_memory, batch_size, sequence_length, gradient_checkpointing, tp, ep, zero
-    )
+    stage = None if zero is None else int(zero)
+    accumulation = gradient_accumulation_steps
+    setup = Setup(gpus, accumulation, gpu_memory, batch_size, sequence_length, gradient_checkpointing, tp, ep, stage)
     if (max(tp, ep) > 1 or zero is not None) and (fit or compare or lora):
         raise typer.BadParameter("--tp, --ep and --zero do not go with --fit, --compare and --lora")
     if max(tp, ep) > 1 and batch_size is not None:
