@@ -5,15 +5,21 @@ context_parallelism.py
 torch's attention under context parallelism needs a GPU. An attention that gathers keys and values takes its place.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface
 
 import hf_lowprec
+from hf_lowprec.integrations.accelerate import unsupported
+from hf_lowprec.reduction import fsdp2
 from tests.scripts.reduction_fsdp2 import BF16, FP32, Layers, compare, draw
+from tests.scripts.reduction_refusals import OfSums, mean_of_rounded_sum
 from tests.scripts.trainer_ranks import llama
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
@@ -26,17 +32,31 @@ def context_parallel() -> Accelerator:
     return Accelerator(cpu=True, **accelerator_arguments("cp", cpu_ram_efficient_loading=False))
 
 
-def check_sums() -> None:
-    """Every rank has other gradients; the sum is that over all ranks, in their order."""
+def check_sums(by: str, definition: Callable) -> str:
+    """Every rank has other gradients; the sum is that over all ranks, in their order. Returns the report."""
     accelerator = context_parallel()
-    reduction = hf_lowprec.prepare_accelerator(accelerator)
+    status = hf_lowprec.prepare_accelerator(accelerator, reduction=by)
     model = Layers(BF16, FP32)
     model, _ = accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-3))
     gradients = draw(model, seed=0)
     model(torch.zeros((), requires_grad=True)).backward()
-    compare(model, [mean(one) for one in gradients], "context parallelism")
-    assert "FP32 sums over 4 ranks" in str(reduction)
-    assert "context parallelism over 2 ranks: gradients are summed over them as well" in str(reduction)
+    compare(model, [definition(one) for one in gradients], f"context parallelism, {by}")
+    assert "context parallelism over 2 ranks: gradients are summed over them as well" in str(status)
+    return str(status)
+
+
+def check_sums_by_nccl() -> None:
+    """Where FSDP2 asks NCCL for them, a stand-in sums in FP32."""
+    asked = []
+
+    def in_symmetric_memory(module: FSDPModule) -> None:
+        asked.append(module)
+        module.set_custom_reduce_scatter(OfSums())
+
+    unsupported.check_nccl = fsdp2.check_nccl = lambda device_type: None
+    FSDPModule.set_symm_mem_for_comm = in_symmetric_memory
+    assert "FSDP2: FP32 sums by NCCL over 4 ranks" in check_sums("nccl", mean_of_rounded_sum)
+    assert asked
 
 
 def attention(module, query, key, value, mask, scaling, positions, group=None, **_):
@@ -81,7 +101,8 @@ def check_a_split_sequence() -> None:
 
 def main() -> None:
     allow_fsdp_on_cpu()
-    check_sums()
+    assert "FSDP2: FP32 sums over 4 ranks" in check_sums("rank_order", mean)
+    check_sums_by_nccl()
     check_a_split_sequence()
     if dist.get_rank() == 0:
         print("context parallelism agrees", flush=True)
