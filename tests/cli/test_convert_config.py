@@ -60,7 +60,7 @@ def test_what_belongs_elsewhere_is_listed(tmp_path):
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "nvme"},
-            "overlap_comm": True,
+            "stage3_prefetch_bucket_size": 5,
             "reduce_bucket_size": "auto",
         },
     }
@@ -76,7 +76,7 @@ def test_what_belongs_elsewhere_is_listed(tmp_path):
         "zero_optimization.offload_optimizer.device=nvme: FSDP2 offloads weights, gradients and states together, to "
         "the CPU's memory",
         "from TrainingArguments, as before: train_batch_size, optimizer.params.weight_decay",
-        "without a counterpart: scheduler.params.cos_min_ratio=0.1, zero_optimization.overlap_comm=True",
+        "without a counterpart: scheduler.params.cos_min_ratio=0.1, zero_optimization.stage3_prefetch_bucket_size=5",
     ]
     assert {f"{name}_bf16_split" for name in (*_OPTIMIZERS.values(), "adam")} <= set(package.OPTIMIZER_NAMES)
 

@@ -21,11 +21,13 @@ _ARGUMENTS = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.warmup_max_lr": "learning_rate",
 }
 """Keys of DeepSpeed's configuration, and the arguments of TrainingArguments that have the same values."""
 _OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
-_NEEDLESS = ("zero_optimization.stage", "bf16.", "fp16.", "optimizer.params.adam_w_mode")
-"""What is carried over, or needs no setting: the model is BF16."""
+_STAGE = "zero_optimization.stage"
+_NEEDLESS = ("bf16.", "fp16.", "optimizer.params.adam_w_mode")
+"""What needs no setting: the model is BF16."""
 
 
 def convert_config(
@@ -65,8 +67,8 @@ def fsdp2_lines(config: dict[str, Any], gpus: int) -> list[str]:
         ValueError: the configuration partitions nothing.
     """
     values = dict(_flat(config))
-    if (stage := values.get("zero_optimization.stage", 0)) not in (1, 2, 3):
-        raise ValueError(f"zero_optimization.stage={stage!r} partitions nothing; train with DDP, or set 1, 2 or 3")
+    if (stage := values.get(_STAGE, 0)) not in (1, 2, 3):
+        raise ValueError(f"{_STAGE}={stage!r} partitions nothing; train with DDP, or set 1, 2 or 3")
     options = {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -91,7 +93,7 @@ def notes(config: dict[str, Any]) -> Iterator[str]:
     """What the YAML file does not say, one line each: where it belongs, or that it has no counterpart."""
     values, auto, lost = dict(_flat(config)), [], []
     for key, value in values.items():
-        if key.startswith(_NEEDLESS) or (value == "auto" and key.startswith("zero_optimization.")):
+        if key == _STAGE or key.startswith(_NEEDLESS) or (value == "auto" and key.startswith("zero_optimization.")):
             continue  # the second are sizes that depend on the model
         if value == "auto":
             auto.append(key)
