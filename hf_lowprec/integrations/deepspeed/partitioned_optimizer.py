@@ -45,9 +45,14 @@ class _SharedGroup(MutableMapping[str, Any]):
     DeepSpeed replaces the parameters by its partitions. Learning rates may be set in either of the two.
     """
 
-    def __init__(self, group: dict[str, Any], dtype: torch.dtype) -> None:
-        self.shared = group
-        self._params = {"params": [param for param in group["params"] if param.dtype == dtype]}
+    def __init__(self, optimizer: torch.optim.Optimizer, position: int, dtype: torch.dtype) -> None:
+        self._optimizer, self._position = optimizer, position
+        self._params = {"params": [param for param in self.shared["params"] if param.dtype == dtype]}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The group itself; loading a state dict replaces it."""
+        return self._optimizer.param_groups[self._position]
 
     def _of(self, key: str) -> dict[str, Any]:
         return self._params if key == "params" else self.shared
@@ -85,7 +90,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(params, {})
         self.optimizer = optimizer
-        shared = (_SharedGroup(group, dtype) for dtype in _DTYPES for group in optimizer.param_groups)
+        positions = range(len(optimizer.param_groups))
+        shared = [_SharedGroup(optimizer, position, dtype) for dtype in _DTYPES for position in positions]
         self.param_groups = [group for group in shared if group["params"]]  # type: ignore[misc]
         names = {id(param): name for name, param in model.named_parameters()}
         self._identities = {id(param): (number, names.get(id(param), "")) for number, param in enumerate(params)}
@@ -190,9 +196,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 "saved it, or start from the weights alone"
             )
         own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
-        self.optimizer.load_state_dict(own)  # which replaces its groups
-        for shared, group in zip(self._groups, self.optimizer.param_groups, strict=True):
-            shared.shared = group
+        self.optimizer.load_state_dict(own)
         self._weights = state_dict[WEIGHTS]
 
     def _fp32_weights(self, saved: list[Tensor]) -> list[Tensor]:
