@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.integrations.carry_low_bits import TakenLowBits, low_bits_of_rank_0
 from hf_lowprec.integrations.deepspeed import private_apis
+from hf_lowprec.integrations.deepspeed.config import check_optimizer
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import FlatPart, part_of, set_flat_part
@@ -229,16 +230,3 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             part = part_of(param)
             described.append((part.number, tuple(part.shape), part.start, param.numel()))
         return described
-
-
-def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
-    """Raise ValueError if DeepSpeed cannot step `optimizer`."""
-    name = type(optimizer).__name__
-    if optimizer.tensor_mean is not None or any(map(optimizer.orthogonalizes, optimizer.param_groups)):
-        raise ValueError(
-            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
-        )
-    if optimizer.gradient_release:
-        raise ValueError("gradient_release=True: DeepSpeed averages gradients after the backward pass; remove it")
-    if optimizer.state:
-        raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")
