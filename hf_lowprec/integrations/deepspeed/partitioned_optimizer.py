@@ -7,7 +7,7 @@ states in 8 bits and the norm are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -137,11 +137,10 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         own = self.param_groups[partition.group].shared  # type: ignore[attr-defined]
         own["params"] += [part.param for part in parts]
 
-    def _norm_of(self, grads: list[Tensor]) -> Tensor:
+    def _norm_of(self, grads: Iterable[Tensor]) -> Tensor:
         """The norm of the gradients, FP32 scalar; the step that follows clips by it."""
         group = private_apis.data_parallel_group(self._zero)
-        # Those that were accumulated in FP32 are rounded before the step, which is to clip as one process does.
-        total = square_sum_of((grad.bfloat16() for grad in grads), grads[0].device)
+        total = square_sum_of(grads, private_apis.device_of(self._zero))
         torch.distributed.all_reduce(total, group=group)
         norm = total.sqrt().float()
         self.optimizer.begin_step_of_parts(norm)
@@ -187,9 +186,11 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 "saved it, or start from the weights alone"
             )
         own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
+        before = map(id, self.optimizer.param_groups)
         self.optimizer.load_state_dict(own)  # which replaces its groups
-        for shared, group in zip(self._groups, self.optimizer.param_groups, strict=True):
-            shared.shared = group
+        replaced = dict(zip(before, self.optimizer.param_groups, strict=True))
+        for group in self.param_groups:
+            group.shared = replaced[id(group.shared)]  # type: ignore[attr-defined]
         self._weights = state_dict[WEIGHTS]
 
     def _fp32_weights(self, saved: list[Tensor]) -> list[Tensor]:

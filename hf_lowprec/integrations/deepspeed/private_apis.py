@@ -6,7 +6,7 @@ Each has a test in `tests/deepspeed/test_private_apis.py` that fails when a new 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -136,12 +136,13 @@ def take_clip_grad(zero: Any) -> float:
     return limit
 
 
-def replace_norm(zero: Any, norm_of: Callable[[list[Tensor]], Tensor]) -> None:
-    """Let `norm_of` compute the norm of the gradients, from this rank's part of them."""
+def replace_norm(zero: Any, norm_of: Callable[[Iterable[Tensor]], Tensor]) -> None:
+    """Let `norm_of` compute the norm of the gradients, from this rank's part of them, as the step will take them."""
 
-    def gradients() -> list[Tensor]:
-        groups = zero.averaged_gradients
-        return [grad for k in sorted(groups) if groups[k] is not None for grad in groups[k]]
+    def gradients() -> Iterator[Tensor]:
+        stepped = zero.fp32_partitioned_groups_flat if is_stage_3(zero) else zero.single_partition_of_fp32_groups
+        for k, grads in zero.averaged_gradients.items():
+            yield from (grad.to(stepped[k].dtype) for grad in grads or ())
 
     if is_stage_3(zero):
         zero._get_norm_groups = lambda: [norm_of(gradients())]
@@ -197,7 +198,7 @@ def _average_bucket(zero: Any, bucket: list[Any], group: Any, mean_of: MeanOfSli
     own: list[tuple[Tensor, Tensor | None]] = []
     for ranks, part, output in bucket:
         (rank,) = ranks
-        slices[rank].append(part)
+        slices[rank].append(part.bfloat16())  # norms larger than a bucket are FP32
         if rank == group.rank():
             own.append((part, output))
     means = mean_of(slices, group, _divisor(zero, group)).split([part.numel() for part, _ in own])
@@ -212,7 +213,7 @@ def _average_for_stage_3(zero: Any, params: Sequence[Any], mean_of: MeanOfSlices
     group = zero._get_param_partition_group(params[0])
     slices: list[list[Tensor]] = [[] for _ in range(group.size())]
     for param in params:
-        size, flat = param.partition_numel(), param.grad.reshape(-1)
+        size, flat = param.partition_numel(), param.grad.reshape(-1).bfloat16()
         padded = nn.functional.pad(flat, (0, size * group.size() - flat.numel()))
         for rank, part in enumerate(padded.split(size)):
             slices[rank].append(part)
