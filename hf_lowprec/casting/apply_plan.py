@@ -85,11 +85,12 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
 def _convert(planned: TensorPlan, keep_low_bits: bool) -> bool:
     """Give a tensor its planned dtype. Return whether its low bits are kept."""
     tensor = planned.target.tensor
-    exact = tensor.data
+    stored = getattr(tensor, "ds_tensor", tensor)  # this rank's partition, under DeepSpeed's ZeRO 3
+    exact = stored.data
     if planned.action != "leave":
         convert_in_place(tensor, planned.dtype)
-    has_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, tensor.dtype)
-    return keep_low_bits and has_low_bits and keep_low_bits_of(tensor, exact)
+    has_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, stored.dtype)
+    return keep_low_bits and has_low_bits and keep_low_bits_of(stored, exact)
 
 
 def _restore_rotary_tables(plan: CastPlan, modules: Mapping[str, nn.Module]) -> dict[str, Restoration]:

@@ -78,6 +78,12 @@ def flat_part(tensor: Any) -> FlatPart | None:
     return getattr(tensor, _FLAT_PART, None)
 
 
+def part_of(tensor: Tensor) -> FlatPart:
+    """Which elements of a parameter `tensor` holds, of which `set_flat_part` has said so."""
+    part: FlatPart = getattr(tensor, _FLAT_PART)
+    return part
+
+
 def full_shape(tensor: Tensor) -> torch.Size:
     """The shape of the full tensor of which this rank holds a part. That of a parameter under ZeRO 3 is `ds_shape`."""
     part = flat_part(tensor)

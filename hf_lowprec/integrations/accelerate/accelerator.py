@@ -48,6 +48,13 @@ _REDUCTION = "_hf_lowprec"
 """The accelerator's attribute that holds what `prepare_accelerator` returned for it."""
 AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the model itself is BF16"
 
+_PARTITIONED = {
+    1: "all weights and gradients, and a part of the states",
+    2: "all weights, and a part of gradients and states",
+    3: "a part of weights, gradients and states",
+}
+"""By the stage of DeepSpeed's ZeRO, what a rank holds."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -151,6 +158,7 @@ def _prepare_deepspeed(reduction: ReductionStatus, original: Callable, *args: An
         engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
         name = f"ZeRO {engine.zero_optimization_stage()}"
         reduction.models.append(ReducedModel(name, engine.dp_world_size, ScratchBuffers()))
+        reduction.notes.append(f"{name}: {_PARTITIONED[engine.zero_optimization_stage()]} on each rank")
         return engine, *others
 
     with temporarily_wrapped(deepspeed, "initialize", initialize):

@@ -17,12 +17,12 @@ from hf_lowprec.integrations.carry_low_bits import TakenLowBits, low_bits_of_ran
 from hf_lowprec.integrations.deepspeed import private_apis
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.sharding import FlatPart, flat_part, set_flat_part
+from hf_lowprec.optim.sharding import FlatPart, part_of, set_flat_part
 from hf_lowprec.optim.state.low_bits import fp32_estimator
 from hf_lowprec.optim.step.clipping import square_sum_of
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.reduction.rank_mean import mean_of_slices
-from hf_lowprec.rounding.low_bits import set_low_bits
+from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
 
 PARTS, WEIGHTS = "parts", "weights"
 """Keys of the state dict: which elements of which parameter each part holds, and its 16-bit weights."""
@@ -116,7 +116,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             kept: what `take_low_bits` has returned on this rank.
             shapes: of the model's parameters when it was called, by name.
         """
-        parts = [(part, _part_of(part)) for part in self._params()]
+        parts = [(part, part_of(part)) for part in self._params()]
         device = private_apis.device_of(self._zero)
         for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
             for param, part in parts:
@@ -131,6 +131,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 continue
             where = slice(piece.offset, piece.offset + piece.length)
             part = nn.Parameter(partition.flat.detach()[where])
+            partition_of_param = getattr(piece.param, "ds_tensor", None)
+            if partition_of_param is not None and (kept := low_bits(partition_of_param)) is not None:
+                set_low_bits(part, kept[: piece.length].clone())
             set_flat_part(part, FlatPart(*self._identities[id(piece.param)], piece.shape, piece.start))
             parts.append(_Part(part, where))
         self._parts[id(partition.flat)] = parts
@@ -220,15 +223,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     def _described(self) -> list[tuple[int, tuple[int, ...], int, int]]:
         described = []
         for param in self._params():
-            part = _part_of(param)
+            part = part_of(param)
             described.append((part.number, tuple(part.shape), part.start, param.numel()))
         return described
-
-
-def _part_of(param: Tensor) -> FlatPart:
-    part = flat_part(param)
-    assert part is not None
-    return part
 
 
 def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
