@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_b
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
 from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes
+from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.rounding import dtype_name
 
@@ -66,7 +68,26 @@ def initialize_deepspeed(
         )
     partitioned.partition(zero)
     partitioned.give_low_bits(low_bits, shapes)
+    wrap_method(engine, "load_checkpoint", functools.partial(_load_checkpoint, engine.dp_world_size))
     return engine, zero, loader, scheduler
+
+
+def _load_checkpoint(ranks: int, original: Callable, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+    """`engine.load_checkpoint`, which otherwise loads weights before it finds that the states do not fit.
+
+    Raises:
+        ValueError: another number of ranks saved the checkpoint. Nothing is loaded.
+    """
+    latest = Path(load_dir, "latest")
+    folder = Path(load_dir, tag or (latest.read_text().strip() if latest.exists() else "."))
+    saved = len([*folder.glob("*_optim_states.pt")])
+    states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
+    if states and saved not in (0, ranks):
+        raise ValueError(
+            f"{str(folder)!r} was saved by {saved} ranks, and this run has {ranks}. Resume with {saved}; or write the "
+            "FP32 weights with DeepSpeed's zero_to_fp32.py, and start from them"
+        )
+    return original(load_dir, tag, **kwargs)
 
 
 def _check_dtypes(model: nn.Module) -> None:

@@ -101,9 +101,11 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         limits = (private_apis.take_clip_grad(zero), self.optimizer.max_grad_norm)
         self.optimizer.max_grad_norm = min((limit for limit in limits if limit), default=None)
         private_apis.step_weights_in_place(zero)
+        if self.optimizer.skip_nonfinite:
+            private_apis.ignore_nonfinite(zero)
         private_apis.replace_norm(zero, self._norm_of)
         private_apis.replace_sums(zero, mean_of_slices)
-        private_apis.wrap_state_dict(zero, self._fp32_weights, self._restore_weights)
+        private_apis.wrap_state_dict(zero, self._fp32_weights, self.check_saved, self._restore_weights)
         for group in self.optimizer.param_groups:
             group["params"] = []
         for partition in private_apis.partitions(zero):
@@ -172,13 +174,13 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             WEIGHTS: [part.detach().clone() for part in self._params()],
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load what `state_dict` has returned for the same partitions.
+    def check_saved(self, state_dict: Any) -> None:
+        """Check that `state_dict` is what `state_dict` has returned for the same partitions.
 
         Raises:
             ValueError: another optimizer saved it, or one with other partitions.
         """
-        described = state_dict.get(PARTS)
+        described = state_dict.get(PARTS) if isinstance(state_dict, dict) else None
         if described != self._described():
             raise ValueError(
                 "the checkpoint holds other partitions of the parameters than this run has: another number of ranks, "
@@ -188,6 +190,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 else "the checkpoint's optimizer state was not saved by hf_lowprec; resume with the optimizer that "
                 "saved it, or start from the weights alone"
             )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` has returned, after `check_saved`."""
         own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
         before = map(id, self.optimizer.param_groups)
         self.optimizer.load_state_dict(own)  # which replaces its groups

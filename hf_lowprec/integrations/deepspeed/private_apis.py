@@ -136,6 +136,14 @@ def take_clip_grad(zero: Any) -> float:
     return limit
 
 
+def ignore_nonfinite(zero: Any) -> None:
+    """Let a ZeRO optimizer step whatever gradients are, because the optimizer inside skips those that are not finite.
+
+    ZeRO 3 does not step, but computes the norm first, so that the optimizer counts them.
+    """
+    zero.check_grad_overflow = False
+
+
 def replace_norm(zero: Any, norm_of: Callable[[Iterable[Tensor]], Tensor]) -> None:
     """Let `norm_of` compute the norm of the gradients, from this rank's part of them, as the step will take them."""
 
@@ -223,14 +231,22 @@ def _average_for_stage_3(zero: Any, params: Sequence[Any], mean_of: MeanOfSlices
 
 SAVED_WEIGHTS = {False: "single_partition_of_fp32_groups", True: "fp32_flat_groups"}
 """The key of the weights in a ZeRO optimizer's state dict, by `is_stage_3`; `zero_to_fp32.py` reads them."""
+SAVED_OPTIMIZER = {False: "base_optimizer_state", True: "optimizer_state_dict"}
+"""The key of the state dict of the optimizer that it steps."""
 
 
-def wrap_state_dict(zero: Any, save: Callable[[list[Tensor]], list[Tensor]], load: Callable[[], None]) -> None:
-    """Change what a ZeRO optimizer saves as weights, and do something after it has loaded.
+def wrap_state_dict(
+    zero: Any,
+    save: Callable[[list[Tensor]], list[Tensor]],
+    check: Callable[[Any], None],
+    load: Callable[[], None],
+) -> None:
+    """Change what a ZeRO optimizer saves as weights, and do something before and after it has loaded.
 
     Args:
         zero: the ZeRO optimizer.
         save: called with the weights of each partition, without what was padded at its end; returns those to save.
+        check: called with the state dict of the optimizer that is to be loaded; may raise.
         load: called after a state dict was loaded.
     """
     key = SAVED_WEIGHTS[is_stage_3(zero)]
@@ -239,8 +255,10 @@ def wrap_state_dict(zero: Any, save: Callable[[list[Tensor]], list[Tensor]], loa
         saved = original(*args, **kwargs)
         return {**saved, key: save(saved[key])}
 
-    def load_state_dict(original: Callable, *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
+    def load_state_dict(original: Callable, state_dict_list: list[dict[str, Any]], **kwargs: Any) -> None:
+        rank = torch.distributed.get_rank(zero.dp_process_group)
+        check(state_dict_list[rank][SAVED_OPTIMIZER[is_stage_3(zero)]])
+        original(state_dict_list=state_dict_list, **kwargs)
         load()
 
     wrap_method(zero, "state_dict", state_dict)
