@@ -54,12 +54,12 @@ def initialize_deepspeed(
     """
     if not isinstance(config, dict):
         config = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-    set_bf16_flags(config)
     check_config(config)
     _check_dtypes(model)
+    partitioned = PartitionedOptimizer(optimizer, model)
+    set_bf16_flags(config)
     if cast_dtypes(model):
         return_float32(model)
-    partitioned = PartitionedOptimizer(optimizer, model)
     low_bits = take_low_bits(model)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     with returned_on_error(model, low_bits), keeping_dtypes():
