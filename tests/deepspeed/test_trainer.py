@@ -36,7 +36,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
-def test_resume_is_bit_exact(kind, whole):
+def test_a_resumed_run_ends_with_the_same_bits(kind, whole):
     before, folder = whole(kind)
     assert f"ZeRO {kind[-1]}: FP32 sums over 2 ranks, 16-bit gradients on the wire" in before["report"]
     flags = "bf16.enabled, bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states"
