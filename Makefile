@@ -85,8 +85,8 @@ test-gpu: ## the step's tests on the GPU of this machine
 test-hosts: $(STAMP) ## train with programs that build on this package, each in an environment of its own
 	$(BIN)/python -m tests.hosts $(ARGS)
 
-mutants: $(STAMP) ## plant faults in copies of the package: the tests must notice each
-	@$(BIN)/python -m tools.mutants $(ARGS)
+mutants: .deepspeed/.installed ## plant faults in copies of the package: the tests must notice each
+	@PYTHONPATH=$(CURDIR)/.deepspeed $(BIN)/python -m tools.mutants $(ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	@$(BIN)/ruff check $(CODE)

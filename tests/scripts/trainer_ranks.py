@@ -6,7 +6,6 @@ With ROWS=n in the environment there are n sequences to train on.
 With EVALUATED_FIRST in the environment the model is evaluated before it is trained.
 With CHANGED_IN_STEP=n one weight of rank 1 is changed in step n.
 With SEED_OF_RANK_1=n rank 1 is started with another `--seed`.
-With ONE_DTYPE in the environment norms are BF16 as well, as they are under DeepSpeed.
 With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, and to FOLDER-stored by the Trainer.
 With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
 With BUCKET_ELEMENTS=n gradient release has buckets of that size.
@@ -133,10 +132,7 @@ def main(kind: str, *words: str) -> None:
     processing = tokenizer() if "SAVED_TO" in os.environ else None
     datasets = {"train_dataset": text(rows), "eval_dataset": text(8)}
     size = {"hidden_size": int(os.environ["HIDDEN_SIZE"])} if "HIDDEN_SIZE" in os.environ else {}
-    model = llama(**size)
-    if "ONE_DTYPE" in os.environ:
-        hf_lowprec.cast_model(model, keep_low_bits=True, one_dtype=True)
-    trainer = Trainer(model, args, **datasets, callbacks=[change], processing_class=processing)
+    trainer = Trainer(llama(**size), args, **datasets, callbacks=[change], processing_class=processing)
     if "EVALUATED_FIRST" in os.environ:
         trainer.evaluate()
     resume = args.resume_from_checkpoint

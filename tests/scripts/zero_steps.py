@@ -44,7 +44,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "several_groups": (False, True),
     "frozen": (False, True),
     "clip": (0.0, 0.3),
-    "bucket": (500_000_000, 3000, 50),
+    "bucket": (500_000_000, 3000, 20),
     "options": ("", "overlap_comm", "round_robin_gradients"),
     "layout": ("", "scattered", "nothing persists", "sub-groups"),
 }
@@ -89,7 +89,7 @@ def build(case: dict[str, Any], state_dtype: torch.dtype | None, **options: Any)
     if case["frozen"]:
         for number, param in enumerate(model.parameters()):
             param.requires_grad_(number % 5 != 1)
-    hf_lowprec.cast_model(model, keep_low_bits=True, one_dtype=True)
+    hf_lowprec.cast_model(model, keep_low_bits=True)
     more = {"momentum": 0.9} if case["algorithm"] == "SGD" else {}
     optimizer = getattr(optim, case["algorithm"])(
         groups_of(model, case["several_groups"]),
@@ -128,31 +128,35 @@ def batch_of(batch: dict[str, Tensor], *place: int) -> dict[str, Tensor]:
 
 
 def mean(per_rank: list[Tensor]) -> Tensor:
-    total = per_rank[0].float()
-    for gradient in per_rank[1:]:
-        total = total + gradient.float()
+    total = torch.zeros_like(per_rank[0], dtype=torch.float32)
+    for gradient in per_rank:  # sent in BF16, whatever it is
+        total = total + gradient.bfloat16().float()
     return (total / len(per_rank)).bfloat16()
 
 
-def reduced(micro_batches: list[list[Tensor]], case: dict[str, Any]) -> Tensor:
+def reduced(micro_batches: list[list[Tensor]], dtype: torch.dtype, case: dict[str, Any]) -> Tensor:
     """The gradient of a step; ZeRO 1 accumulates before it reduces, the others after.
 
     Args:
-        micro_batches: for each micro-batch, the gradient of each rank, BF16.
-        case: tells the stage, and the dtype in which gradients are accumulated.
+        micro_batches: for each micro-batch, the gradient of each rank.
+        dtype: that of the parameter.
+        case: tells the stage, and the dtype in which means are accumulated.
     """
-    dtype = torch.float32 if case["accumulated"] == "fp32" else torch.bfloat16
     if case["stage"] == 1:
-        return mean([sum(parts[1:], parts[0].to(dtype)) for parts in zip(*micro_batches, strict=True)])
-    means = [mean(per_rank).to(dtype) for per_rank in micro_batches]
-    return sum(means[1:], means[0]).bfloat16()
+        return mean([sum(parts[1:], parts[0]) for parts in zip(*micro_batches, strict=True)]).to(dtype)
+    means = [mean(per_rank) for per_rank in micro_batches]
+    if case["accumulated"] == "fp32":
+        means = [part.float() for part in means]
+    return sum(means[1:], means[0]).to(dtype)
 
 
-def gathered(flat: Tensor) -> list[Tensor]:
-    """The 1-D tensor of every rank."""
+def gathered(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """For each of the 1-D tensors, that of every rank."""
+    flat = torch.cat([tensor.float() for tensor in tensors])
     received = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(received, flat)
-    return received
+    split = [whole.split([tensor.numel() for tensor in tensors]) for whole in received]
+    return [[part.to(own.dtype) for part in parts] for own, *parts in zip(tensors, *split, strict=True)]
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -174,12 +178,10 @@ def check(case: dict[str, Any]) -> None:
         for micro_batch in range(2 if case["accumulated"] else 1):
             engine.backward(engine(**batch_of(batch, dist.get_rank(), step, micro_batch)).loss)
             engine.step()
-            micro_batches.append(gathered(torch.cat([own.pop(k) for k in range(len(params))])))
-        whole = reduced(micro_batches, case)
+            micro_batches.append(gathered([own.pop(k) for k in range(len(params))]))
         for reference in references.values():
-            full = params_of(reference)
-            for param, gradient in zip(full, whole.split([param.numel() for param in full]), strict=True):
-                param.grad = gradient.view(param.shape)
+            for param, *parts in zip(params_of(reference), *micro_batches, strict=True):
+                param.grad = reduced(parts, param.dtype, case).view(param.shape)
             reference.step()
             if case["clip"]:
                 assert torch.equal(torch.as_tensor(engine.get_global_grad_norm()), reference.grad_norm), step

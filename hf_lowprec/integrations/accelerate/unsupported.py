@@ -64,7 +64,8 @@ def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) ->
 
 
 def _check_deepspeed(accelerator: Any, grad_accumulation: str) -> None:
-    check_config(accelerator.state.deepspeed_plugin.deepspeed_config)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    check_config(config | ({"data_types": {"grad_accum_dtype": "fp32"}} if grad_accumulation == "fp32" else {}))
     if grad_accumulation == "kahan":
         raise ValueError(
             "grad_accumulation='kahan' is not supported with DeepSpeed, which accumulates micro-batches itself; use "

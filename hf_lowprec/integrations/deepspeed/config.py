@@ -35,13 +35,20 @@ def check_config(config: Mapping[str, Any]) -> None:
                 f"zero_optimization.{key}.device={device!r} needs DeepSpeedCPUAdam, which keeps FP32 masters; remove "
                 "it. To save memory, use stage 3, rounding='stochastic' or state_dtype=int8, or FSDP2 with CPU offload"
             )
+    autotp = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    accumulation = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if stage == 1 and accumulation in ("fp32", "float32"):
+        raise ValueError(
+            "zero_optimization.stage=1 with FP32 gradient accumulation (grad_accumulation='fp32' or "
+            f"data_types.grad_accum_dtype={accumulation!r}) makes DeepSpeed keep FP32 masters; set stage 2 or 3"
+        )
     unsupported = {
         "zero_optimization.elastic_checkpoint": (
             zero.get("elastic_checkpoint"),
             "pads states as FP32 numbers, which damages remainders",
         ),
         "zero_optimization.compute_grad_norm": (
-            zero.get("compute_grad_norm") is False,
+            zero.get("compute_grad_norm") is False and "false",
             "leaves out the norm, with which every step begins",
         ),
         "zero_optimization.zenflow": (zero.get("zenflow"), "steps parameters on the CPU"),
@@ -53,11 +60,11 @@ def check_config(config: Mapping[str, Any]) -> None:
             stage < 3 and zero.get("contiguous_gradients") is False and "false",
             "averages gradients in another way, in 16 bits",
         ),
-        "zero_optimization.mics_shard_size": (zero.get("mics_shard_size", -1) > 0, "partitions in another way"),
+        "zero_optimization.mics_shard_size": (max(zero.get("mics_shard_size", -1), 0), "partitions in another way"),
         "fp16.enabled": ((config.get("fp16") or {}).get("enabled") is True, "excludes BF16"),
         "torch_autocast.enabled": ((config.get("torch_autocast") or {}).get("enabled"), "excludes a BF16 model"),
         "tensor_parallel.autotp_size": (
-            (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1,
+            autotp > 1 and autotp,
             "shards parameters in another way; use tensor parallelism with FSDP2",
         ),
         "checkpoint.load_universal": (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_bits
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
-from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes
+from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes, shares_experts
+from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.rounding import dtype_name
 
@@ -52,21 +54,44 @@ def initialize_deepspeed(
     """
     if not isinstance(config, dict):
         config = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-    set_bf16_flags(config)
     check_config(config)
     _check_dtypes(model)
+    partitioned = PartitionedOptimizer(optimizer, model)
+    set_bf16_flags(config)
     if cast_dtypes(model):
         return_float32(model)
-    partitioned = PartitionedOptimizer(optimizer, model)
     low_bits = take_low_bits(model)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     with returned_on_error(model, low_bits), keeping_dtypes():
         engine, zero, loader, scheduler = deepspeed.initialize(
             model=model, optimizer=partitioned, config=config, **kwargs
         )
+    if shares_experts(zero):
+        raise ValueError(
+            "deepspeed.moe.layer.MoE partitions its experts in another way; use the experts of transformers' models"
+        )
     partitioned.partition(zero)
     partitioned.give_low_bits(low_bits, shapes)
+    wrap_method(engine, "load_checkpoint", functools.partial(_load_checkpoint, engine.dp_world_size))
     return engine, zero, loader, scheduler
+
+
+def _load_checkpoint(ranks: int, original: Callable, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+    """`engine.load_checkpoint`, which otherwise loads weights before it finds that the states do not fit.
+
+    Raises:
+        ValueError: another number of ranks saved the checkpoint. Nothing is loaded.
+    """
+    latest = Path(load_dir, "latest")
+    folder = Path(load_dir, tag or (latest.read_text().strip() if latest.exists() else "."))
+    saved = len([*folder.glob("*_optim_states.pt")])
+    states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
+    if states and saved not in (0, ranks):
+        raise ValueError(
+            f"{str(folder)!r} was saved by {saved} ranks, and this run has {ranks}. Resume with {saved}; or write the "
+            "FP32 weights with DeepSpeed's zero_to_fp32.py, and start from them"
+        )
+    return original(load_dir, tag, **kwargs)
 
 
 def _check_dtypes(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ states in 8 bits and the norm are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +108,11 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         limits = (private_apis.take_clip_grad(zero), self.optimizer.max_grad_norm)
         self.optimizer.max_grad_norm = min((limit for limit in limits if limit), default=None)
         private_apis.step_weights_in_place(zero)
+        if self.optimizer.skip_nonfinite:
+            private_apis.ignore_nonfinite(zero)
         private_apis.replace_norm(zero, self._norm_of)
         private_apis.replace_sums(zero, mean_of_slices)
-        private_apis.wrap_state_dict(zero, self._fp32_weights, self._restore_weights)
+        private_apis.wrap_state_dict(zero, self._fp32_weights, self.check_saved, self._restore_weights)
         for group in self.optimizer.param_groups:
             group["params"] = []
         for partition in private_apis.partitions(zero):
@@ -147,11 +149,10 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         own = self.param_groups[partition.group].shared  # type: ignore[attr-defined]
         own["params"] += [part.param for part in parts]
 
-    def _norm_of(self, grads: list[Tensor]) -> Tensor:
+    def _norm_of(self, grads: Iterable[Tensor]) -> Tensor:
         """The norm of the gradients, FP32 scalar; the step that follows clips by it."""
         group = private_apis.data_parallel_group(self._zero)
-        # Those that were accumulated in FP32 are rounded before the step, which is to clip as one process does.
-        total = square_sum_of((grad.bfloat16() for grad in grads), grads[0].device)
+        total = square_sum_of(grads, private_apis.device_of(self._zero))
         torch.distributed.all_reduce(total, group=group)
         norm = total.sqrt().float()
         self.optimizer.begin_step_of_parts(norm)
@@ -180,13 +181,13 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             WEIGHTS: [part.detach().clone() for part in self._params()],
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load what `state_dict` has returned for the same partitions.
+    def check_saved(self, state_dict: Any) -> None:
+        """Check that `state_dict` is what `state_dict` has returned for the same partitions.
 
         Raises:
             ValueError: another optimizer saved it, or one with other partitions.
         """
-        described = state_dict.get(PARTS)
+        described = state_dict.get(PARTS) if isinstance(state_dict, dict) else None
         if described != self._described():
             raise ValueError(
                 "the checkpoint holds other partitions of the parameters than this run has: another number of ranks, "
@@ -196,6 +197,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 else "the checkpoint's optimizer state was not saved by hf_lowprec; resume with the optimizer that "
                 "saved it, or start from the weights alone"
             )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` has returned, after `check_saved`."""
         own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
         self.optimizer.load_state_dict(own)
         self._weights = state_dict[WEIGHTS]

@@ -6,7 +6,7 @@ Each has a test in `tests/deepspeed/test_private_apis.py` that fails when a new 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -51,6 +51,11 @@ class Partition(NamedTuple):
     flat: Tensor
     group: int
     pieces: list[Piece]
+
+
+def shares_experts(zero: Any) -> bool:
+    """Return whether the model has DeepSpeed's own layers of experts, which are on some of the ranks each."""
+    return bool(getattr(zero, "has_moe_layers", False))
 
 
 def is_stage_3(zero: Any) -> bool:
@@ -136,12 +141,21 @@ def take_clip_grad(zero: Any) -> float:
     return limit
 
 
-def replace_norm(zero: Any, norm_of: Callable[[list[Tensor]], Tensor]) -> None:
-    """Let `norm_of` compute the norm of the gradients, from this rank's part of them."""
+def ignore_nonfinite(zero: Any) -> None:
+    """Let a ZeRO optimizer step whatever gradients are, because the optimizer inside skips those that are not finite.
 
-    def gradients() -> list[Tensor]:
-        groups = zero.averaged_gradients
-        return [grad for k in sorted(groups) if groups[k] is not None for grad in groups[k]]
+    ZeRO 3 does not step, but computes the norm first, so that the optimizer counts them.
+    """
+    zero.check_grad_overflow = False
+
+
+def replace_norm(zero: Any, norm_of: Callable[[Iterable[Tensor]], Tensor]) -> None:
+    """Let `norm_of` compute the norm of the gradients, from this rank's part of them, as the step will take them."""
+
+    def gradients() -> Iterator[Tensor]:
+        stepped = zero.fp32_partitioned_groups_flat if is_stage_3(zero) else zero.single_partition_of_fp32_groups
+        for k, grads in zero.averaged_gradients.items():
+            yield from (grad.to(stepped[k].dtype) for grad in grads or ())
 
     if is_stage_3(zero):
         zero._get_norm_groups = lambda: [norm_of(gradients())]
@@ -197,7 +211,7 @@ def _average_bucket(zero: Any, bucket: list[Any], group: Any, mean_of: MeanOfSli
     own: list[tuple[Tensor, Tensor | None]] = []
     for ranks, part, output in bucket:
         (rank,) = ranks
-        slices[rank].append(part)
+        slices[rank].append(part.bfloat16())  # norms larger than a bucket are FP32
         if rank == group.rank():
             own.append((part, output))
     means = mean_of(slices, group, _divisor(zero, group)).split([part.numel() for part, _ in own])
@@ -212,7 +226,7 @@ def _average_for_stage_3(zero: Any, params: Sequence[Any], mean_of: MeanOfSlices
     group = zero._get_param_partition_group(params[0])
     slices: list[list[Tensor]] = [[] for _ in range(group.size())]
     for param in params:
-        size, flat = param.partition_numel(), param.grad.reshape(-1)
+        size, flat = param.partition_numel(), param.grad.reshape(-1).bfloat16()
         padded = nn.functional.pad(flat, (0, size * group.size() - flat.numel()))
         for rank, part in enumerate(padded.split(size)):
             slices[rank].append(part)
@@ -222,14 +236,22 @@ def _average_for_stage_3(zero: Any, params: Sequence[Any], mean_of: MeanOfSlices
 
 SAVED_WEIGHTS = {False: "single_partition_of_fp32_groups", True: "fp32_flat_groups"}
 """The key of the weights in a ZeRO optimizer's state dict, by `is_stage_3`; `zero_to_fp32.py` reads them."""
+SAVED_OPTIMIZER = {False: "base_optimizer_state", True: "optimizer_state_dict"}
+"""The key of the state dict of the optimizer that it steps."""
 
 
-def wrap_state_dict(zero: Any, save: Callable[[list[Tensor]], list[Tensor]], load: Callable[[], None]) -> None:
-    """Change what a ZeRO optimizer saves as weights, and do something after it has loaded.
+def wrap_state_dict(
+    zero: Any,
+    save: Callable[[list[Tensor]], list[Tensor]],
+    check: Callable[[Any], None],
+    load: Callable[[], None],
+) -> None:
+    """Change what a ZeRO optimizer saves as weights, and do something before and after it has loaded.
 
     Args:
         zero: the ZeRO optimizer.
         save: called with the weights of each partition, without what was padded at its end; returns those to save.
+        check: called with the state dict of the optimizer that is to be loaded; may raise.
         load: called after a state dict was loaded.
     """
     key = SAVED_WEIGHTS[is_stage_3(zero)]
@@ -238,8 +260,10 @@ def wrap_state_dict(zero: Any, save: Callable[[list[Tensor]], list[Tensor]], loa
         saved = original(*args, **kwargs)
         return {**saved, key: save(saved[key])}
 
-    def load_state_dict(original: Callable, *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
+    def load_state_dict(original: Callable, state_dict_list: list[dict[str, Any]], **kwargs: Any) -> None:
+        rank = torch.distributed.get_rank(zero.dp_process_group)
+        check(state_dict_list[rank][SAVED_OPTIMIZER[is_stage_3(zero)]])
+        original(state_dict_list=state_dict_list, **kwargs)
         load()
 
     wrap_method(zero, "state_dict", state_dict)
