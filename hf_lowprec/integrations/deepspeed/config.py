@@ -36,12 +36,6 @@ def check_config(config: Mapping[str, Any]) -> None:
                 "it. To save memory, use stage 3, rounding='stochastic' or state_dtype=int8, or FSDP2 with CPU offload"
             )
     autotp = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    accumulation = (config.get("data_types") or {}).get("grad_accum_dtype")
-    if stage == 1 and accumulation in ("fp32", "float32"):
-        raise ValueError(
-            "zero_optimization.stage=1 with FP32 gradient accumulation (grad_accumulation='fp32' or "
-            f"data_types.grad_accum_dtype={accumulation!r}) makes DeepSpeed keep FP32 masters; set stage 2 or 3"
-        )
     unsupported = {
         "zero_optimization.elastic_checkpoint": (
             zero.get("elastic_checkpoint"),
