@@ -6,11 +6,12 @@ from torch import nn
 from hf_lowprec.casting.apply_plan import convert_tensors, install_hooks, remove_cast
 from hf_lowprec.casting.cast_plan import make_plan
 from hf_lowprec.casting.cast_report import CastReport, dtype_totals
-from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks
+from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks, was_cast
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
+from hf_lowprec.casting.private_torch_apis import has_run_under_fsdp2
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def cast_model(
@@ -115,15 +116,17 @@ def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise ValueError if `dtype` is invalid, differs from an earlier cast's, or the model is wrapped or prepared."""
     if dtype not in LOW_PRECISION_DTYPES:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
+    # transformers shards a model while it loads it, so a cast cannot come before.
+    sharded_at_load = bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    wrappers = _WRAPPERS - {"FSDPModule"} if sharded_at_load else _WRAPPERS
     for module in model.modules():
-        names = {type(tensor).__name__ for tensor in module.parameters(recurse=False)}
-        if wrappers := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):
-            if (tp_size := getattr(model, "tp_size", None) or 1) > 1:
-                raise ValueError(
-                    f"the model is tensor parallel (tp_size={tp_size}); load it without tp_plan, and train with DDP or "
-                    "FSDP2, or in your own loop call parallelize_module after cast_model"
-                )
-            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(wrappers)})")
+        if found := wrappers.intersection(cls.__name__ for cls in type(module).__mro__):
+            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(found)})")
+        if has_run_under_fsdp2(module) and not was_cast(module):
+            raise ValueError(
+                f"cast before the first forward pass: FSDP2 has gathered the parameters of {type(module).__name__} in "
+                "their present dtype"
+            )
         if module in PREPARED_UNCAST:
             raise ValueError(
                 f"cast before prepare: {type(module).__name__} was already prepared for training; call "

@@ -128,6 +128,19 @@ def check_placements(tensor: Tensor, name: str) -> None:
                 raise ValueError(f"{name} is placed as {placement}; only sharded and replicated DTensors are supported")
 
 
+def place_gradients(params: Sequence[Tensor]) -> None:
+    """Give every gradient that is a DTensor the placements of its parameter, by communication between its ranks.
+
+    Tensor parallelism leaves some gradients replicated (of an embedding that is sharded by rows), and others as parts
+    of a sum (of a norm that every rank applies to some of the tokens).
+    """
+    for param in params if not {*map(type, params)} <= {Tensor, torch.nn.Parameter} else ():
+        grad: Any = param.grad
+        if is_sharded(param) and is_sharded(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
+            with torch.no_grad():
+                param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+
+
 def shard_length(tensor: Tensor, dim: int) -> int:
     """The largest number of elements that a rank holds of dimension `dim`; the same on all ranks."""
     length = tensor.shape[dim]

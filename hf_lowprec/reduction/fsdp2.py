@@ -15,10 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.collectives import explain_lost_rank
-from hf_lowprec.reduction.private_torch_apis import replicates_shards
+from hf_lowprec.reduction.private_torch_apis import (
+    group_fp32_parameters,
+    parameter_groups,
+    replicates_shards,
+    set_reduce_scatter,
+    take_divisor,
+    trained_parameters,
+)
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding import dtype_name
@@ -31,12 +37,16 @@ class FP32ReduceScatter:
         wire_dtype: dtype in which gradients are sent: that of the parameters.
         scratch: memory to receive in; modules share it.
         fp32_output: whether FSDP2 continues to compute with the result, which must then be FP32.
+        divisor: divides sums for `ReduceOp.AVG`; None stands for the number of ranks.
     """
 
-    def __init__(self, wire_dtype: torch.dtype, scratch: ScratchBuffers, fp32_output: bool) -> None:
+    def __init__(
+        self, wire_dtype: torch.dtype, scratch: ScratchBuffers, fp32_output: bool, divisor: float | None = None
+    ) -> None:
         self.wire_dtype = wire_dtype
         self.scratch = scratch
         self.fp32_output = fp32_output
+        self.divisor = divisor
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory from which FSDP2 sends, and into which it receives."""
@@ -50,7 +60,7 @@ class FP32ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write the FP32 sum over ranks of this rank's shard into `output_tensor`, divided by their number for `AVG`.
+        """Write the FP32 sum over ranks of this rank's shard into `output_tensor`, divided for `AVG`.
 
         Args:
             output_tensor: this rank's shard of the result.
@@ -76,11 +86,15 @@ class FP32ReduceScatter:
         received = self.scratch.get("received", sent.numel(), sent)
         with explain_lost_rank(group):
             dist.all_to_all_single(received, sent, group=group)
-        mean_in_rank_order(received.view(ranks, -1), ranks if op == dist.ReduceOp.AVG else 1, output_tensor)
+        divisor = self.divisor or ranks if op == dist.ReduceOp.AVG else 1
+        mean_in_rank_order(received.view(ranks, -1), divisor, output_tensor)
 
 
 def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
     """Make every FSDP2 module in `model` sum its gradients in FP32. Call it after the last `fully_shard`.
+
+    FP32 parameters that are in groups with 16-bit ones, because the model was cast after it was sharded, get a group of
+    their own, which FSDP2 requires.
 
     Args:
         model: a model to which `fully_shard` was applied. HSDP and FP16 parameters need
@@ -90,16 +104,16 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
         The scratch memory, as large as the largest group of modules.
     """
     scratch = ScratchBuffers()
+    group_fp32_parameters(model)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Parameters that are not DTensors were listed in `ignored_params`.
-            params = [p for p in _parameters_of_group(module) if p.requires_grad and isinstance(p, DTensor)]
-            if not params:
-                continue
-            dtype = params[0].dtype
-            fp32_output = replicates_shards(module) or dtype == torch.float16
-            reduce_scatter = FP32ReduceScatter(dtype, scratch, fp32_output)
-            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            dtypes = {param.dtype for param in trained_parameters(group)}
+            if dtypes:
+                dtype = dtypes.pop()
+                fp32_output = replicates_shards(group) or dtype == torch.float16
+                # FSDP2 divides by a number that was set (for experts) after the sum: a second rounding.
+                divisor = None if fp32_output else take_divisor(group)
+                set_reduce_scatter(group, FP32ReduceScatter(dtype, scratch, fp32_output, divisor))
     return scratch
 
 

@@ -26,7 +26,11 @@ from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
-from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.accelerate.unsupported import (
+    KAHAN_UNDER_FSDP2,
+    check_sharded_at_load,
+    check_supported,
+)
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.live_models.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import wrap_method
@@ -38,7 +42,9 @@ from hf_lowprec.reduction.compare_replicas import find_replica_difference, synch
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
+from hf_lowprec.reduction.private_torch_apis import parameter_groups, replicates_shards, set_policy
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
+from hf_lowprec.reduction.replicated_parameters import average_gradients
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
 
 _REDUCTION = "_hf_lowprec"
@@ -187,10 +193,12 @@ def _prepare(
     """`Accelerator.prepare`, which is where FSDP2 shards a model.
 
     Raises:
-        ValueError: the model cannot be sharded in groups of one dtype.
+        ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
         RuntimeError: the ranks' models or settings differ.
     """
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+    if model is not None:
+        check_sharded_at_load(accelerator, model)
     if not accelerator.is_fsdp2 or model is None or model in prepared_models:
         return original(*args, **kwargs)
     _return_float32_if_cast(model)
@@ -244,6 +252,11 @@ def _prepare_model(
     if model in prepared_models:
         return original(model, *args, **kwargs)
     _return_float32_if_cast(model)
+    if private_apis.is_sharded_at_load(model):
+        _reduce_sharded_at_load(accelerator, reduction, model)
+        prepared = original(model, *args, **kwargs)
+        prepared_models.update((model, prepared))
+        return prepared
     if is_evaluation(*args, **kwargs):
         with private_apis.prepared_again_later(model):
             return original(model, *args, **kwargs)
@@ -266,6 +279,39 @@ def _prepare_model(
     _forbid_later_cast(model)
     prepared_models.update((model, prepared))
     return prepared
+
+
+def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
+    """Sum the gradients of a model in FP32 that transformers has sharded over a device mesh while loading it.
+
+    Trainer has it prepared as if it was only evaluated: it is neither wrapped nor sharded again. FSDP2 reduces what it
+    has sharded. What tensor and expert parallelism have sharded has complete gradients on its ranks.
+
+    Raises:
+        ValueError: the gradients of micro-batches cannot be accumulated as requested.
+        RuntimeError: the ranks' models or settings differ.
+    """
+    _compare_models(accelerator, reduction, model)
+    if private_apis.is_sharded_model(model):
+        if reduction.grad_accumulation == "kahan":
+            raise ValueError(KAHAN_UNDER_FSDP2)
+        replicated = any(
+            replicates_shards(group)
+            for module in model.modules()
+            if isinstance(module, FSDPModule)
+            for group in parameter_groups(module)
+        )
+        fp16 = torch.float16 in {param.dtype for param in model.parameters() if param.requires_grad}
+        in_fp32 = replicated or fp16 or reduction.grad_accumulation == "fp32"
+        set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
+        scratch = reduce_scatter_in_fp32(model)
+        reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
+    elif reduction.grad_accumulation != "nearest":
+        reduction.accumulators.append(GradientAccumulator(model, reduction.grad_accumulation))
+    params = private_apis.replicated_parameters(model)
+    if params and accelerator.num_processes > 1:
+        scratch = average_gradients(params, lambda: accelerator.sync_gradients)
+        reduction.models.append(ReducedModel("replicated parameters", accelerator.num_processes, scratch))
 
 
 def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
+
 _SUPPORTED = {
     DistributedType.NO,
     DistributedType.MULTI_CPU,
@@ -18,6 +20,10 @@ _SETTINGS = {
     DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
 }
 """The settings that select a type, if they have other names than the type."""
+KAHAN_UNDER_FSDP2 = (
+    "grad_accumulation='kahan' is not supported with FSDP2, which accumulates micro-batches itself; use 'fp32' or "
+    "'nearest'"
+)
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
@@ -56,12 +62,27 @@ def check_supported(accelerator: Any, grad_accumulation: str) -> None:
 
 
 def _check_parallelism(config: Any) -> None:
-    for size, name in (("tp_size", "tensor"), ("cp_size", "context"), ("sp_size", "sequence")):
+    for size, name in (("cp_size", "context"), ("sp_size", "sequence")):
         if config is not None and getattr(config, size, 1) > 1:
             raise ValueError(
                 f"ParallelismConfig({size}={getattr(config, size)}): {name} parallelism is not supported with FP32 "
                 f"sums; use dp_shard_size and dp_replicate_size, with {size}=1"
             )
+
+
+def check_sharded_at_load(accelerator: Any, model: Any) -> None:
+    """Check that a model which is prepared for tensor parallelism was sharded by transformers when it was loaded.
+
+    Raises:
+        ValueError: it was not; accelerate would have to shard it.
+    """
+    config = accelerator.parallelism_config
+    if config is not None and config.tp_size > 1 and not is_sharded_at_load(model):
+        raise ValueError(
+            f"ParallelismConfig(tp_size={config.tp_size}): accelerate cannot shard this model (its _prepare_tp needs "
+            "a name that transformers 5 no longer has); load it with from_pretrained(…, "
+            f"distributed_config=transformers.DistributedConfig(tp_size={config.tp_size}))"
+        )
 
 
 def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
@@ -77,7 +98,4 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
             "remove it"
         )
     if grad_accumulation == "kahan":
-        raise ValueError(
-            "grad_accumulation='kahan' is not supported with FSDP2, which accumulates micro-batches itself; use 'fp32' "
-            "or 'nearest'"
-        )
+        raise ValueError(KAHAN_UNDER_FSDP2)
