@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.private_torch_apis import local_tensors
+from hf_lowprec.optim.private_torch_apis import dtensor_of_blocks, local_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -178,6 +178,34 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
         for begin, count in _consecutive_ranges(indices[last_sharded]):
             yield ContiguousRun(local_start, count * width, row_start + begin * width)
             local_start += count * width
+
+
+def checkpointable(tensor: Any) -> Any:
+    """A tensor of the same memory that torch.distributed.checkpoint saves and loads correctly.
+
+    It describes the shard of every DTensor as one block of the full tensor. With strided placements, as of fused
+    weights under tensor parallelism, a shard consists of several.
+
+    Args:
+        tensor: a DTensor; anything else is returned as it is, as are DTensors without strided placements.
+    """
+    if not is_sharded(tensor) or all(not hasattr(p, "split_factor") for p in tensor.placements) or not tensor.dim():
+        return tensor
+    shard = local_shard(tensor.detach())
+    if not shard.numel():
+        return tensor
+    of_dims = []
+    for dim in range(tensor.dim()):
+        starts, ranges = 0, []
+        for first, count in _consecutive_ranges(_local_indices(tensor, dim)):
+            ranges.append((starts, count, first))
+            starts += count
+        of_dims.append(ranges)
+    blocks, offsets = [], []
+    for block in product(*of_dims):
+        blocks.append(shard[tuple(slice(start, start + count) for start, count, _ in block)])
+        offsets.append(tuple(first for _, _, first in block))
+    return dtensor_of_blocks(blocks, offsets, tensor)
 
 
 def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_lowprec.reduction.collectives import explain_lost_rank
+from hf_lowprec.reduction.collectives import all_gather, explain_lost_rank
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
@@ -43,6 +43,6 @@ def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup, scratch: Scratch
     ranks, sent = group.size(), gradient.detach().contiguous().view(-1)
     received = scratch.get("received", ranks * sent.numel(), sent)
     with explain_lost_rank(group), torch.no_grad():
-        dist.all_gather_into_tensor(received, sent, group=group)
+        all_gather(received, sent, group=group)
         result = mean_in_rank_order(received.view(ranks, -1), ranks if divide else 1, torch.empty_like(sent))
         gradient.copy_(result.view(gradient.shape))

@@ -1,54 +1,171 @@
-"""The stock Trainer on a model that transformers has sharded over a device mesh while loading it."""
-import json
+"""Trainer on a model that transformers has sharded over a device mesh while loading it.
+
+sharded_at_load.py steps|trainer llama|moe SIZES OPTIM,… FOLDER
+
+SIZES are arguments of `DistributedConfig`, such as fsdp_size=2,tp_size=2. With "steps", the Trainer's optimizer steps
+on the same gradients as that of the whole model; with "trainer", it trains, saves, resumes and exports.
+"""
+
+import hashlib
 import os
 import sys
-import tempfile
+from pathlib import Path
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from accelerate.utils import ParallelismConfig
-from transformers import AutoModelForCausalLM, DistributedConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.distributed import DistributedConfig
 
 import hf_lowprec
-from tests.support.processes.gathered import gathered
+from hf_lowprec.reduction import check_replicas
+from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
 from tests.support.processes.ranks import leave
+from tests.support.processes.shards import has_shard_of, shard
+from tests.support.training.tiny_trainer import counting_data
 
-torch._C._get_accelerator = lambda *a: torch.device("cpu")
-ParallelismConfig._validate_accelerator = lambda *a: None
+SIZE = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""Most states can be in 8 bits: they need shards whose rows are multiples of 32."""
+STEPS = 3
 
-def build(kind):
+
+def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    size = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**size))
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, decoder_sparse_step=1))
+        return LlamaForCausalLM(LlamaConfig(**SIZE))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts))
 
-def data(rows=64):
-    start = torch.randint(0, 64, (rows, 1), generator=torch.Generator().manual_seed(1))
-    tokens = (start + torch.arange(16)) % 64
-    return [{"input_ids": row, "labels": row} for row in tokens]
 
-def main(kind, folder, config, *words):
-    cfg = json.loads(config)
-    if cfg:
-        dist.init_process_group("gloo")
-    path = f"{folder}/{kind}"
-    if int(os.environ.get("RANK", 0)) == 0 and not os.path.exists(path):
-        build(kind).save_pretrained(path)
-    if cfg: dist.barrier()
-    kw = dict(distributed_config=DistributedConfig(**cfg)) if cfg else {}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kw)
-    opts = dict(w.split("=") for w in words)
-    args = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[], max_steps=6, learning_rate=1e-2, per_device_train_batch_size=int(opts.get("bs", 4)),
-        gradient_accumulation_steps=int(opts.get("ga",1)),
-        save_strategy="no", optim=opts.get("optim", "adamw_bf16_split"), optim_args=opts.get("args"), logging_steps=1, disable_tqdm=True, weight_decay=0.1)
-    trainer = Trainer(model, args, train_dataset=data())
-    trainer.train()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print([round(e["loss"], 5) for e in trainer.state.log_history if "loss" in e])
-        print([round(e["grad_norm"], 5) for e in trainer.state.log_history if "grad_norm" in e])
-        for n, p in list(model.named_parameters())[:8]:
-            print(n, p.dtype, getattr(p, "placements", None), getattr(p, "device_mesh", None))
+def load(folder: Path, sizes: dict[str, int] | None) -> nn.Module:
+    config = {} if sizes is None else {"distributed_config": DistributedConfig(**sizes)}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config)
+
+
+def trainer(model: nn.Module, optim: str, **options) -> Trainer:
+    AcceleratorState._reset_state()
+    name, _, state_dtype = optim.partition(":")
+    defaults = {
+        "output_dir": "unused", "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
+        "optim": name, "optim_args": f"state_dtype={state_dtype}" if state_dtype else None, "learning_rate": 1e-2,
+        "weight_decay": 0.1, "max_steps": 4, "logging_steps": 1,
+    }  # fmt: skip
+    return Trainer(model, TrainingArguments(**defaults | options), train_dataset=counting_data(64))
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(crc32(f"{step} {name}".encode()))
+        full = torch.randn(param.shape, generator=generator).to(param.dtype)
+        sharded = isinstance(param, DTensor)
+        param.grad = shard(full, param.device_mesh, param.placements) if sharded else full
+
+
+def check_steps(folder: Path, sizes: dict[str, int], optim: str) -> None:
+    """Weights, states, FP32 estimates and norms are those of the whole model, bit for bit."""
+    models = [load(folder, sizes) for sizes in (sizes, None)]
+    optimizers = [trainer(model, optim).create_optimizer() for model in models]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            give_gradients(model, step)
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        sharded, whole = (optimizer.grad_norm for optimizer in optimizers)
+        torch.testing.assert_close(sharded, whole, rtol=2**-20, atol=0)
+    estimates, expected = (hf_lowprec.fp32_state_dict(*pair) for pair in zip(models, optimizers, strict=True))
+    for (name, param), (_, reference) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert has_shard_of(param, reference), (optim, name)
+        assert has_shard_of(estimates[name], expected[name]), (optim, name)
+        states, of_reference = (o.state[p] for o, p in zip(optimizers, (param, reference), strict=True))
+        assert states.keys() == of_reference.keys(), (optim, name)
+        for key, value in of_reference.items():
+            assert has_shard_of(states[key], value), (optim, name, key)
+
+
+class CheckNorms(TrainerCallback):
+    """Compares the norm by which the step clips with that of the gradients, gathered, in FP64."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        grads = [param.grad for param in model.parameters()]
+        full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        self.norm = torch.stack([grad.double().square().sum() for grad in full]).sum().sqrt()
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        torch.testing.assert_close(optimizer.optimizer.grad_norm.double(), self.norm, rtol=2**-20, atol=0)
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of every rank's parts of weights and states."""
+    own = hashlib.sha256()
+    for param in model.parameters():
+        for tensor in (param, *optimizer.state[param].values()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            own.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    gathered: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(gathered, own.hexdigest())
+    return gathered
+
+
+def check_exported(model: nn.Module, estimates: dict[str, Tensor], folder: Path) -> None:
+    exported = load(folder, None)
+    for name, _ in model.named_parameters():
+        assert has_shard_of(estimates[name], exported.get_parameter(name)), (folder.name, name)
+
+
+def check_trainer(folder: Path, sizes: dict[str, int], optim: str, out: Path) -> None:
+    found = []
+    options = {"output_dir": out, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
+    for resume in (None, str(out / "checkpoint-2")):
+        one = trainer(load(folder, sizes), optim, **options, gradient_accumulation_steps=2)
+        one.add_callback(CheckNorms())
+        one.train(resume_from_checkpoint=resume)
+        check_replicas(one.model, one.optimizer)
+        found.append(digests(one.model, one.optimizer.optimizer))
+    assert found[0] == found[1]
+    assert "bfloat16" in {str(param.dtype).removeprefix("torch.") for param in one.model.parameters()}
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.1, losses
+    estimates = hf_lowprec.fp32_state_dict(one.model, one.optimizer)
+    hf_lowprec.save_pretrained(one.model, one.optimizer, out / "exported")
+    from_files = out / f"exported by rank {dist.get_rank()}"
+    export_checkpoint(out / "checkpoint-4", from_files)
+    for exported in (out / "exported", from_files):
+        check_exported(one.model, estimates, exported)
+
+
+def main(action: str, kind: str, written: str, optims: str, folder: str) -> None:
+    torch._C._get_accelerator = lambda *args: torch.device("cpu")  # which transformers asks for the mesh's device
+    ParallelismConfig._validate_accelerator = lambda *args: None  # it refuses CPUs
+    dist.init_process_group("gloo")
+    base, sizes = Path(folder, kind), {key: int(value) for key, value in (e.split("=") for e in written.split(","))}
+    if os.environ["RANK"] == "0":
+        build(kind).save_pretrained(base)
+    dist.barrier()
+    for optim in optims.split(","):
+        if action == "steps":
+            check_steps(base, sizes, optim)
+        else:
+            check_trainer(base, sizes, optim, Path(folder, optim))
+    if dist.get_rank() == 0:
+        print(f"{kind} over {written} agrees: {optims}")
     leave()
 
-main(*sys.argv[1:])
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
