@@ -20,6 +20,7 @@ from hf_lowprec.reduction.collectives import explain_lost_rank
 from hf_lowprec.reduction.private_torch_apis import (
     group_fp32_parameters,
     parameter_groups,
+    reduce_scatter_of,
     replicates_shards,
     set_reduce_scatter,
     take_divisor,
@@ -113,6 +114,8 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
                 fp32_output = replicates_shards(group) or dtype == torch.float16
                 # FSDP2 divides by a number that was set (for experts) after the sum: a second rounding.
                 divisor = None if fp32_output else take_divisor(group)
+                if isinstance(earlier := reduce_scatter_of(group), FP32ReduceScatter):
+                    divisor = earlier.divisor
                 set_reduce_scatter(group, FP32ReduceScatter(dtype, scratch, fp32_output, divisor))
     return scratch
 

@@ -10,7 +10,9 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,7 +115,7 @@ def group_fp32_parameters(model: nn.Module) -> None:
 
 
 def set_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Replace the policy of all FSDP2 modules in `model`, which has not run since they were sharded."""
+    """Replace the policy of all FSDP2 modules in `model`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()  # type: ignore[no-untyped-call]
@@ -121,6 +123,8 @@ def set_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
             for owner in (group_or_param for group in groups for group_or_param in (group, *group.fsdp_params)):
                 owner.mp_policy = policy
             state._mp_policy = policy
+            for group in groups if state._is_root is not None else ():  # it has run, and read the former policy
+                group._init_mp_dtypes()
 
 
 def take_divisor(group: Any) -> float | None:
@@ -135,9 +139,24 @@ def take_divisor(group: Any) -> float | None:
     return divisor
 
 
+def reduce_scatter_of(group: Any) -> Any:
+    """What sums the gradients of one of FSDP2's groups."""
+    return group._reduce_scatter_comm
+
+
 def set_reduce_scatter(group: Any, reduce_scatter: Any) -> None:
     """Set what sums the gradients of one of FSDP2's groups; torch's own function refuses modules with several."""
     group._reduce_scatter_comm = reduce_scatter
+
+
+def meshes_beside(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of ranks along the dimensions that `mesh` was sliced from and does not have; empty for others.
+
+    A tensor that is placed on a slice is replicated along them.
+    """
+    root = mesh._get_root_mesh()
+    names, of_root = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    return [root.get_group(name) for name in of_root if name not in names] if {*names} <= {*of_root} else []
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from zlib import crc32
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
@@ -97,6 +98,30 @@ def check_steps(folder: Path, sizes: dict[str, int], optim: str) -> None:
             assert has_shard_of(states[key], value), (optim, name, key)
 
 
+def check_gradients(folder: Path, sizes: dict[str, int], accumulation: str) -> None:
+    """Three micro-batches, the same on all ranks: gradients are those of the whole model, up to rounding.
+
+    Their errors are those of some ten operations in BF16 (√10 · 2^-9) in both models, over sums with cancellation: a few
+    percent of the norm. A gradient that was added twice, or divided, is off by a third or more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 64, (1, 3), generator=generator) for _ in range(3)]
+    models = [load(folder, sizes) for sizes in (sizes, None)]
+    for model in models:
+        one = trainer(model, "adamw_bf16_split", optim_args=f"grad_accumulation={accumulation}")
+        if model is models[0]:
+            one.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        for number, batch in enumerate(batches):
+            one.accelerator.gradient_state._set_sync_gradients(number == 2)
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(number == 2)
+            (model(input_ids=batch, labels=batch).loss / 3).backward()
+    for (name, param), reference in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        error = (grad.double() - reference.grad.double()).norm() / reference.grad.double().norm()
+        assert error < 0.1, (name, float(error))
+
+
 class CheckNorms(TrainerCallback):
     """Compares the norm by which the step clips with that of the gradients, gathered, in FP64."""
 
@@ -132,12 +157,29 @@ def check_trainer(folder: Path, sizes: dict[str, int], optim: str, out: Path) ->
         found.append(digests(one.model, one.optimizer.optimizer))
     assert found[0] == found[1]
     assert "bfloat16" in {str(param.dtype).removeprefix("torch.") for param in one.model.parameters()}
+    if sizes.get("tp_size", 1) > 1:
+        norm = one.model.get_parameter("model.norm.weight")
+        local = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()
+        before = local.clone()
+        local[3] += dist.get_rank() % 2
+        with pytest.raises(RuntimeError, match="replicas differ: model.norm.weight on rank"):
+            check_replicas(one.model)
+        local.copy_(before)
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.1, losses
     estimates = hf_lowprec.fp32_state_dict(one.model, one.optimizer)
     hf_lowprec.save_pretrained(one.model, one.optimizer, out / "exported")
     exported = load(out / "exported", None)
     for name, estimate in estimates.items():
+        assert has_shard_of(estimate, exported.state_dict()[name]), name
+
+
+def check_other_mesh(folder: Path, sizes: dict[str, int], optim: str, out: Path) -> None:
+    """A checkpoint of another mesh is loaded as it was saved, bit for bit."""
+    exported = load(out / "exported", None)
+    one = trainer(load(folder, sizes), optim, output_dir=out)
+    one.train(resume_from_checkpoint=str(out / "checkpoint-4"))  # its last step
+    for name, estimate in hf_lowprec.fp32_state_dict(one.model, one.optimizer).items():
         assert has_shard_of(estimate, exported.state_dict()[name]), name
 
 
@@ -149,11 +191,16 @@ def main(action: str, kind: str, written: str, optims: str, folder: str) -> None
     if os.environ["RANK"] == "0":
         build(kind).save_pretrained(base)
     dist.barrier()
-    for optim in optims.split(","):
+    if action == "gradients":
+        check_gradients(base, sizes, optims)
+    for optim in optims.split(",") if action != "gradients" else ():
         if action == "steps":
             check_steps(base, sizes, optim)
         else:
             check_trainer(base, sizes, optim, Path(folder, optim))
+            if dist.get_world_size() == 4:
+                other = {"fsdp_size": 4} if kind == "llama" else {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
+                check_other_mesh(base, other, optim, Path(folder, optim))
     if dist.get_rank() == 0:
         print(f"{kind} over {written} agrees: {optims}")
     leave()

@@ -27,8 +27,8 @@ from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 from hf_lowprec.integrations.accelerate.unsupported import (
-    KAHAN_UNDER_FSDP2,
     check_sharded_at_load,
+    check_sizes,
     check_supported,
 )
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
@@ -42,9 +42,9 @@ from hf_lowprec.reduction.compare_replicas import find_replica_difference, synch
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
-from hf_lowprec.reduction.private_torch_apis import parameter_groups, replicates_shards, set_policy
+from hf_lowprec.reduction.private_torch_apis import set_policy
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
-from hf_lowprec.reduction.replicated_parameters import average_gradients
+from hf_lowprec.reduction.replicated_parameters import PartialGradients, average_gradients
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
 
 _REDUCTION = "_hf_lowprec"
@@ -254,7 +254,7 @@ def _prepare_model(
     _return_float32_if_cast(model)
     if private_apis.is_sharded_at_load(model):
         _reduce_sharded_at_load(accelerator, reduction, model)
-        prepared = original(model, *args, **kwargs)
+        prepared = original(model, device_placement=False, evaluation_mode=True)  # neither wrapped nor sharded again
         prepared_models.update((model, prepared))
         return prepared
     if is_evaluation(*args, **kwargs):
@@ -282,36 +282,49 @@ def _prepare_model(
 
 
 def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
-    """Sum the gradients of a model in FP32 that transformers has sharded over a device mesh while loading it.
+    """Let gradients be summed in FP32 of a model that transformers has sharded over a device mesh while loading it.
 
-    Trainer has it prepared as if it was only evaluated: it is neither wrapped nor sharded again. FSDP2 reduces what it
-    has sharded. What tensor and expert parallelism have sharded has complete gradients on its ranks.
+    FSDP2 reduces the gradients of what it has sharded. Those of what tensor and expert parallelism alone have sharded
+    are complete on their ranks. The others are summed here.
 
     Raises:
-        ValueError: the gradients of micro-batches cannot be accumulated as requested.
+        ValueError: the gradients of micro-batches cannot be accumulated as requested, or parallelism is not supported.
         RuntimeError: the ranks' models or settings differ.
     """
+    sizes = model.config.distributed_config  # type: ignore[union-attr]
+    check_sizes(sizes, reduction.grad_accumulation)
     _compare_models(accelerator, reduction, model)
+    for module, group, forward in private_apis.partial_gradients(model):
+        partial = PartialGradients(module, group)
+        partial.watch()
+        module.forward = functools.partial(_watching, partial, forward)
     if private_apis.is_sharded_model(model):
-        if reduction.grad_accumulation == "kahan":
-            raise ValueError(KAHAN_UNDER_FSDP2)
-        replicated = any(
-            replicates_shards(group)
-            for module in model.modules()
-            if isinstance(module, FSDPModule)
-            for group in parameter_groups(module)
-        )
-        fp16 = torch.float16 in {param.dtype for param in model.parameters() if param.requires_grad}
-        in_fp32 = replicated or fp16 or reduction.grad_accumulation == "fp32"
+        dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
+        in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or reduction.grad_accumulation == "fp32"
         set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
         scratch = reduce_scatter_in_fp32(model)
-        reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
+        wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
+        reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
     elif reduction.grad_accumulation != "nearest":
         reduction.accumulators.append(GradientAccumulator(model, reduction.grad_accumulation))
-    params = private_apis.replicated_parameters(model)
-    if params and accelerator.num_processes > 1:
-        scratch = average_gradients(params, lambda: accelerator.sync_gradients)
-        reduction.models.append(ReducedModel("replicated parameters", accelerator.num_processes, scratch))
+    if accelerator.num_processes > 1:
+        average_gradients(private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator))
+    if sizes.tp_size > 1:
+        reduction.notes.append(
+            f"tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits, by torch"
+        )
+
+
+def _is_last(accelerator: Accelerator) -> bool:
+    """Return whether a backward pass is that of the last micro-batch."""
+    return bool(accelerator.sync_gradients)
+
+
+def _watching(partial: PartialGradients, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of a module with partial gradients, whose parameters FSDP2 may have gathered for the first time."""
+    if torch.is_grad_enabled():
+        partial.watch()
+    return forward(*args, **kwargs)
 
 
 def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
@@ -352,8 +365,14 @@ def _prepare_optimizer(
     Raises:
         ValueError: the optimizer releases gradients that the accelerator would accumulate.
     """
+    release = gradient_release_of(unwrap_optimizer(optimizer))
+    if release and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(comparison.accelerator))):
+        raise ValueError(
+            "gradient_release=True steps in every backward pass, before the gradients of a model sharded at load "
+            "(DistributedConfig) are complete; remove it"
+        )
     steps = comparison.accelerator.gradient_accumulation_steps
-    if gradient_release_of(unwrap_optimizer(optimizer)) and steps > 1:
+    if release and steps > 1:
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"

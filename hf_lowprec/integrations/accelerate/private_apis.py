@@ -5,6 +5,7 @@ Each has a test in `tests/integrations/test_private_apis.py` that fails when a n
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,6 +78,22 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     for param in unmarked:
         setattr(param, _AVERAGED, True)
     return unmarked
+
+
+def partial_gradients(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Callable]]:
+    """The modules whose gradients transformers sums over the ranks of tensor parallelism, by hooks that forward adds.
+
+    The hooks sum what micro-batches have added up so far, and with it again what was summed before.
+
+    Yields:
+        The module, the ranks, and its `forward` without these hooks.
+    """
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            captured = inspect.getclosurevars(forward).nonlocals
+            mesh = inspect.getclosurevars(captured["_all_reduce_grad"]).nonlocals["mesh"]
+            yield module, mesh.get_group(), captured["original_forward"]
 
 
 def switch_autocast_off(accelerator: Any) -> bool:

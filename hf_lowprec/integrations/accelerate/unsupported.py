@@ -20,7 +20,7 @@ _SETTINGS = {
     DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
 }
 """The settings that select a type, if they have other names than the type."""
-KAHAN_UNDER_FSDP2 = (
+_KAHAN_UNDER_FSDP2 = (
     "grad_accumulation='kahan' is not supported with FSDP2, which accumulates micro-batches itself; use 'fp32' or "
     "'nearest'"
 )
@@ -85,6 +85,21 @@ def check_sharded_at_load(accelerator: Any, model: Any) -> None:
         )
 
 
+def check_sizes(sizes: Any, grad_accumulation: str) -> None:
+    """Check the `DistributedConfig` of a model that transformers has sharded while loading it.
+
+    Raises:
+        ValueError: it is not supported.
+    """
+    if sizes.pp_size > 1:
+        raise ValueError(
+            f"DistributedConfig(pp_size={sizes.pp_size}): pipeline parallelism is not supported; use fsdp_size, "
+            "tp_size and ep_size"
+        )
+    if sizes.dp_size > 1 and grad_accumulation == "kahan":
+        raise ValueError(_KAHAN_UNDER_FSDP2)
+
+
 def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
@@ -98,4 +113,4 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
             "remove it"
         )
     if grad_accumulation == "kahan":
-        raise ValueError(KAHAN_UNDER_FSDP2)
+        raise ValueError(_KAHAN_UNDER_FSDP2)
