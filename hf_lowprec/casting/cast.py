@@ -51,7 +51,8 @@ def cast_model(
     its own 16-bit parameters (`points @ self.weight`), pass those numbers in 16 bits.
 
     Args:
-        model: any module on any device, meta included, before DDP or FSDP wraps it.
+        model: any module on any device, meta included, before DDP or FSDP wraps it. Tensor parallelism may have made
+            DTensors of its parameters, and transformers may have sharded it while loading it (`DistributedConfig`).
         dtype: `torch.bfloat16` or `torch.float16`.
         keep_fp32: one or more entries, each a string or a module class. A string is a case-sensitive glob (`fnmatch`;
             `*` also matches dots) that must match the whole name of a module, parameter or buffer, or everything after
@@ -118,6 +119,11 @@ def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
     # transformers shards a model while it loads it, so a cast cannot come before.
     sharded_at_load = bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    if (tp_size := getattr(model, "tp_size", None) or 1) > 1 and not sharded_at_load:
+        raise ValueError(
+            f"the model is tensor parallel (tp_size={tp_size}), and this version of transformers does not say that it "
+            "was sharded while loading; upgrade transformers to 5.23 and pass from_pretrained a DistributedConfig"
+        )
     wrappers = _WRAPPERS - {"FSDPModule"} if sharded_at_load else _WRAPPERS
     for module in model.modules():
         if found := wrappers.intersection(cls.__name__ for cls in type(module).__mro__):

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import hf_lowprec
+from hf_lowprec.monitor import parameter_samples
 from hf_lowprec.reduction import check_replicas
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
@@ -78,16 +79,22 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 
 def check_steps(folder: Path, sizes: dict[str, int], optim: str) -> None:
-    """Weights, states, FP32 estimates and norms are those of the whole model, bit for bit."""
+    """Weights, states, FP32 estimates and norms are those of the whole model, bit for bit; so is what is measured."""
     models = [load(folder, sizes) for sizes in (sizes, None)]
     optimizers = [trainer(model, optim).create_optimizer() for model in models]
+    monitors = [hf_lowprec.PrecisionMonitor(optimizer) for optimizer in optimizers]
     for step in range(STEPS):
+        for monitor in monitors if step == STEPS - 1 else ():
+            monitor.measure_next_step()
         for model, optimizer in zip(models, optimizers, strict=True):
             give_gradients(model, step)
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         sharded, whole = (optimizer.grad_norm for optimizer in optimizers)
         torch.testing.assert_close(sharded, whole, rtol=2**-20, atol=0)
+    # All elements are sampled, so that only the order of sums differs.
+    measured, of_whole = (monitor.last.sums for monitor in monitors)
+    torch.testing.assert_close(measured, of_whole, rtol=1e-9, atol=1e-20, equal_nan=True)
     estimates, expected = (hf_lowprec.fp32_state_dict(*pair) for pair in zip(models, optimizers, strict=True))
     for (name, param), (_, reference) in zip(*(model.named_parameters() for model in models), strict=True):
         assert has_shard_of(param, reference), (optim, name)
@@ -101,7 +108,7 @@ def check_steps(folder: Path, sizes: dict[str, int], optim: str) -> None:
 def check_gradients(folder: Path, sizes: dict[str, int], accumulation: str) -> None:
     """Three micro-batches, the same on all ranks: gradients are those of the whole model, up to rounding.
 
-    Their errors are those of some ten operations in BF16 (√10 · 2^-9) in both models, over sums with cancellation: a few
+    Errors are those of some ten operations in BF16 (√10 · 2^-9) in both models, over sums with cancellation: a few
     percent of the norm. A gradient that was added twice, or divided, is off by a third or more.
     """
     generator = torch.Generator().manual_seed(0)
@@ -162,7 +169,7 @@ def check_trainer(folder: Path, sizes: dict[str, int], optim: str, out: Path) ->
         local = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()
         before = local.clone()
         local[3] += dist.get_rank() % 2
-        with pytest.raises(RuntimeError, match="replicas differ: model.norm.weight on rank"):
+        with pytest.raises(RuntimeError, match=r"replicas differ: model\.norm\.weight on rank"):
             check_replicas(one.model)
         local.copy_(before)
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
@@ -187,6 +194,7 @@ def main(action: str, kind: str, written: str, optims: str, folder: str) -> None
     torch._C._get_accelerator = lambda *args: torch.device("cpu")  # which transformers asks for the mesh's device
     ParallelismConfig._validate_accelerator = lambda *args: None  # it refuses CPUs
     dist.init_process_group("gloo")
+    parameter_samples.SMALLEST = parameter_samples.LARGEST = 1 << 16
     base, sizes = Path(folder, kind), {key: int(value) for key, value in (e.split("=") for e in written.split(","))}
     if os.environ["RANK"] == "0":
         build(kind).save_pretrained(base)

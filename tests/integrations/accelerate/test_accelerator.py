@@ -82,7 +82,32 @@ def test_a_residual_is_refused_under_fsdp2():
         hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2), grad_accumulation="kahan")
 
 
-@pytest.mark.parametrize("size", ["tp_size", "cp_size", "sp_size"])
+def test_tensor_parallelism_of_accelerate_is_refused():
+    built = accelerator(DistributedType.MULTI_GPU)
+    built.state.parallelism_config = SimpleNamespace(tp_size=2, dp_replicate_enabled=False)
+    hf_lowprec.prepare_accelerator(built)
+    with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=2\).*DistributedConfig\(tp_size=2\)"):
+        built.prepare(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulation", "message"),
+    [
+        ({"pp_size": 2}, "nearest", r"DistributedConfig\(pp_size=2\): pipeline"),
+        ({"dp_size": 2}, "kahan", "grad_accumulation='kahan' is not supported with FSDP2"),
+    ],
+)
+def test_what_is_not_supported_of_models_sharded_at_load(sizes, accumulation, message):
+    model = torch.nn.Linear(2, 2)
+    model.is_distributed_loading_by_transformers = True
+    model.config = SimpleNamespace(distributed_config=SimpleNamespace(**{"pp_size": 1, "dp_size": 1} | sizes))
+    built = accelerator()
+    hf_lowprec.prepare_accelerator(built, accumulation)
+    with pytest.raises(ValueError, match=message):
+        built.prepare(model)
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 def test_other_parallelism_is_refused(size):
     built = accelerator(DistributedType.MULTI_GPU)
     built.state.parallelism_config = SimpleNamespace(**{size: 2})
