@@ -35,7 +35,7 @@ def acts_as_fp32(tensor: Tensor) -> bool:
 
 def _shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; other tensors as they are."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def holds_quantized_weights(module: nn.Module) -> bool:

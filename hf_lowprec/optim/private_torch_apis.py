@@ -46,9 +46,7 @@ def dtensor_of_blocks(blocks: list[Tensor], offsets: list[tuple[int, ...]], like
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-    local = LocalShardsWrapper(blocks, offsets)
-    mesh, placements, stride = like.device_mesh, like.placements, like.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=stride)
+    return DTensor(LocalShardsWrapper(blocks, offsets), like._spec, requires_grad=False)
 
 
 def without_torch_function() -> AbstractContextManager[None]:

@@ -120,6 +120,21 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
     return scratch
 
 
+def reshard_after_evaluation(model: nn.Module) -> None:
+    """Let FSDP2 free all gathered parameters of `model` after each forward pass without gradients.
+
+    It leaves some gathered for a backward pass, in the place of those that optimizers and checkpoints refer to.
+    """
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    model.register_forward_hook(reshard)
+
+
 def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
     """Shard the FP32 modules of a 16-bit model as one group. Call it before the first `fully_shard`.
 

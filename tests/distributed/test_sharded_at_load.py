@@ -14,6 +14,7 @@ SETUPS = {
     "FSDP2 x TP": (4, "llama", "fsdp_size=2,tp_size=2"),
     "FSDP2 x EP": (2, "moe", "fsdp_size=2,ep_size=2"),
     "EP x TP": (2, "moe", "tp_size=2,ep_size=2"),
+    "FSDP2 x TP of experts": (4, "moe", "fsdp_size=2,tp_size=2"),
     "FSDP2 of experts": (4, "moe", "fsdp_size=4,ep_size=2"),
     "FSDP2 x TP x EP": (4, "moe", "fsdp_size=2,tp_size=2,ep_size=2"),
     "8 ranks": (8, "moe", "fsdp_size=4,tp_size=2,ep_size=2"),
@@ -44,7 +45,7 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_model(tmp_path, setup
     run(setup, "gradients", accumulation, tmp_path)
 
 
-@setups("FSDP2 x TP")
+@setups("FSDP2 x TP of experts")
 @pytest.mark.parametrize("optim", ["adamw_bf16_split", pytest.param("adamw_bf16_sr", marks=pytest.mark.every_case)])
 def test_trainer_clips_saves_resumes_and_exports(tmp_path, setup, optim):
     """Bit for bit; a checkpoint of four ranks also goes to another mesh."""

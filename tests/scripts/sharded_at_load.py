@@ -159,6 +159,7 @@ def check_trainer(folder: Path, sizes: dict[str, int], optim: str, out: Path) ->
     for resume in (None, str(out / "checkpoint-2")):
         one = trainer(load(folder, sizes), optim, **options, gradient_accumulation_steps=2)
         one.add_callback(CheckNorms())
+        one.evaluate(counting_data(8))  # FSDP2 leaves some parameters gathered, which the optimizer must not hold
         one.train(resume_from_checkpoint=resume)
         check_replicas(one.model, one.optimizer)
         found.append(digests(one.model, one.optimizer.optimizer))
@@ -207,7 +208,7 @@ def main(action: str, kind: str, written: str, optims: str, folder: str) -> None
         else:
             check_trainer(base, sizes, optim, Path(folder, optim))
             if dist.get_world_size() == 4:
-                other = {"fsdp_size": 4} if kind == "llama" else {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
+                other = {"fsdp_size": 4} if kind == "llama" else {"fsdp_size": 4, "ep_size": 4}
                 check_other_mesh(base, other, optim, Path(folder, optim))
     if dist.get_rank() == 0:
         print(f"{kind} over {written} agrees: {optims}")

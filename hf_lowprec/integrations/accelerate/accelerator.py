@@ -40,7 +40,12 @@ from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
-from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
+from hf_lowprec.reduction.fsdp2 import (
+    fp32_modules,
+    reduce_scatter_in_fp32,
+    reshard_after_evaluation,
+    shard_together,
+)
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.private_torch_apis import set_policy
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
@@ -291,7 +296,7 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         ValueError: the gradients of micro-batches cannot be accumulated as requested, or parallelism is not supported.
         RuntimeError: the ranks' models or settings differ.
     """
-    sizes = model.config.distributed_config  # type: ignore[union-attr]
+    sizes: Any = model.config.distributed_config  # type: ignore[union-attr]
     check_sizes(sizes, reduction.grad_accumulation)
     _compare_models(accelerator, reduction, model)
     for module, group, forward in private_apis.partial_gradients(model):
@@ -303,6 +308,7 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or reduction.grad_accumulation == "fp32"
         set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
         scratch = reduce_scatter_in_fp32(model)
+        reshard_after_evaluation(model)
         wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
         reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
     elif reduction.grad_accumulation != "nearest":

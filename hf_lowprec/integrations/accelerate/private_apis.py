@@ -89,7 +89,7 @@ def partial_gradients(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Callab
         The module, the ranks, and its `forward` without these hooks.
     """
     for module in model.modules():
-        forward = vars(module).get("forward")
+        forward: Any = vars(module).get("forward")
         if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
             captured = inspect.getclosurevars(forward).nonlocals
             mesh = inspect.getclosurevars(captured["_all_reduce_grad"]).nonlocals["mesh"]

@@ -6,12 +6,13 @@ rank writes its shards into the folders that FSDP2 writes with sharded state dic
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -27,37 +28,38 @@ from hf_lowprec.optim.sharding import checkpointable
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 _MODEL, _OPTIMIZER = f"{FSDP_MODEL_NAME}_0", "optimizer_0"
+_described = functools.partial(tree_map, checkpointable)
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    """Save the weights of `model` to the checkpoint `folder`. Every rank must call it."""
+    state_dict_saver.save({"model": _described(get_model_state_dict(model))}, checkpoint_id=folder / _MODEL)
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a checkpoint into the parameters of `model`. Every rank must call it."""
+    state_dict_loader.load({"model": _described(get_model_state_dict(model))}, checkpoint_id=folder / _MODEL)
 
 
 def save_optimizer(call: TrainerCall) -> None:
-    """Trainer's method that saves optimizer and scheduler: save the shards of weights and states, too."""
+    """Trainer's method that saves optimizer and scheduler: save shards of the states."""
     trainer = call.trainer
     if not is_sharded_at_load(trainer.model):
         call.proceed()
         return
     folder = Path(call.arguments["output_dir"])
     states = get_optimizer_state_dict(trainer.model, unwrap_optimizer(trainer.optimizer))
-    dcp.save({"optimizer": tree_map(checkpointable, states)}, checkpoint_id=folder / _OPTIMIZER)
+    state_dict_saver.save({"optimizer": _described(states)}, checkpoint_id=folder / _OPTIMIZER)
     if trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
 
-def save_weights(model: nn.Module, folder: Path) -> None:
-    """Save the weights of a model sharded at load to a checkpoint. Every rank must call it."""
-    dcp.save({"model": tree_map(checkpointable, get_model_state_dict(model))}, checkpoint_id=folder / _MODEL)
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights of a checkpoint into the parameters of a model sharded at load. Every rank must call it."""
-    dcp.load({"model": tree_map(checkpointable, get_model_state_dict(model))}, checkpoint_id=folder / _MODEL)
-
-
 def load_optimizer(trainer: Trainer, folder: Path) -> None:
-    """Load the states of optimizer and scheduler of a checkpoint. Every rank must call it."""
+    """Load the states of optimizer and scheduler from a checkpoint. Every rank must call it."""
     optimizer = unwrap_optimizer(trainer.optimizer)
     states = get_optimizer_state_dict(trainer.model, optimizer)
-    loaded = {"optimizer": tree_map(checkpointable, states)}
-    dcp.load(loaded, checkpoint_id=folder / _OPTIMIZER)
+    loaded = {"optimizer": _described(states)}
+    state_dict_loader.load(loaded, checkpoint_id=folder / _OPTIMIZER)
     # Tensors were loaded in place, everything else into the dictionaries.
     read = tree_map(lambda own, other: own if isinstance(own, Tensor) else other, states, loaded["optimizer"])
     set_optimizer_state_dict(trainer.model, optimizer, read)

@@ -133,7 +133,8 @@ def save_model(call: TrainerCall) -> None:
 
     Trainer calls it for every checkpoint, which then holds shards, and writes nothing for any other call either.
     """
-    if call.attachment.saves_checkpoint and is_sharded_at_load(call.trainer.model):
+    resumable = call.attachment.saves_checkpoint and not call.trainer.args.save_only_model
+    if resumable and is_sharded_at_load(call.trainer.model):
         save_weights(call.trainer.model, Path(call.arguments["output_dir"]))
         return
     whole = nullcontext() if call.attachment.saves_checkpoint else private_apis.saving_whole_models(call.trainer)
