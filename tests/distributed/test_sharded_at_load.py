@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 SETUPS = {
     "TP": (2, "llama", "tp_size=2"),
     "FSDP2 x TP": (4, "llama", "fsdp_size=2,tp_size=2"),
+    "HSDP": (4, "llama", "dp_replicate_size=2,fsdp_size=2"),
     "FSDP2 x EP": (2, "moe", "fsdp_size=2,ep_size=2"),
     "EP x TP": (2, "moe", "tp_size=2,ep_size=2"),
     "FSDP2 x TP of experts": (4, "moe", "fsdp_size=2,tp_size=2"),

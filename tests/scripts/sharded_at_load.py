@@ -34,6 +34,7 @@ from transformers.distributed import DistributedConfig
 import hf_lowprec
 from hf_lowprec.monitor import parameter_samples
 from hf_lowprec.reduction import check_replicas
+from hf_lowprec.reduction.replicated_parameters import average_gradients
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
 from tests.support.training.tiny_trainer import counting_data
@@ -129,6 +130,18 @@ def check_gradients(folder: Path, sizes: dict[str, int], accumulation: str) -> N
         assert error < 0.1, (name, float(error))
 
 
+def check_replicated() -> None:
+    """Gradients that differ between ranks are averaged when they are complete, summed in FP32, and rounded once."""
+    param, complete, ranks = nn.Parameter(torch.zeros(5).bfloat16()), [False], dist.get_world_size()
+    average_gradients([param], lambda: complete[0])
+    of_ranks = torch.randn(ranks, 2, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for number, gradient in enumerate(of_ranks[dist.get_rank()]):
+        complete[0] = number == 1
+        (param * gradient).sum().backward()
+    accumulated = of_ranks[:, 0] + of_ranks[:, 1]
+    assert torch.equal(param.grad, (accumulated.double().sum(0) / ranks).bfloat16())
+
+
 class CheckNorms(TrainerCallback):
     """Compares the norm by which the step clips with that of the gradients, gathered, in FP64."""
 
@@ -202,6 +215,7 @@ def main(action: str, kind: str, written: str, optims: str, folder: str) -> None
     dist.barrier()
     if action == "gradients":
         check_gradients(base, sizes, optims)
+        check_replicated()
     for optim in optims.split(",") if action != "gradients" else ():
         if action == "steps":
             check_steps(base, sizes, optim)
