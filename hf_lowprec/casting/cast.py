@@ -69,7 +69,7 @@ def cast_model(
     Raises:
         ValueError: `dtype` is unsupported or differs from that of an earlier cast; an entry of `keep_fp32` matches
             nothing, covers quantized weights, or names a tensor that an earlier cast has rounded; the model is already
-            wrapped, sharded or prepared for training.
+            wrapped or prepared for training, or it has run since transformers sharded it.
         TypeError: an entry of `keep_fp32` is neither a string nor a module class.
     """
     check_model_and_dtype(model, dtype)

@@ -78,26 +78,27 @@ def group_fp32_parameters(model: nn.Module) -> None:
     """Move FP32 parameters out of FSDP2's groups that have trainable 16-bit ones, too, to groups of their own.
 
     FSDP2 requires one dtype per group, and looks at dtypes in the first forward pass. There is one new group for each
-    set of ranks that shards parameters. It belongs to the whole model, so it is gathered when a forward pass begins,
-    and reduced when the backward pass ends.
+    set of ranks that shards parameters. It belongs to the outermost module that is sharded, so it is gathered when a
+    forward pass begins, and reduced when the backward pass ends.
 
     Args:
-        model: sharded by FSDP2, as a whole and in parts; it has not run since.
+        model: sharded by FSDP2. If it has run since, its groups have one dtype each.
 
     Raises:
         ValueError: this version of torch has one group per module at most.
     """
-    root: Any = model._get_fsdp_state() if isinstance(model, FSDPModule) else None  # type: ignore[no-untyped-call]
     mixed: dict[Any, list[Any]] = {}
-    for module in model.modules():
-        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
-            for param in group.fsdp_params:
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        for group in parameter_groups(module):
+            for param in group.fsdp_params if group.is_sharded else ():
                 param.reset_sharded_param()  # loading weights replaces parameters, which FSDP2 notices later
             if len({param.dtype for param in trained_parameters(group)}) > 1:
                 mesh_info = group.mesh_info
                 ranks = (mesh_info.shard_process_group, getattr(mesh_info, "replicate_process_group", None))
                 of_ranks = mixed.setdefault((*ranks, group.gradient_divide_factor), [])
                 of_ranks += [group] if group not in of_ranks else []
+    root: Any = sharded[0]._get_fsdp_state() if mixed else None  # type: ignore[no-untyped-call]
     if mixed and not hasattr(root, "_fsdp_param_groups"):
         raise ValueError(
             f"torch {torch.__version__} cannot give FP32 parameters a group of their own once a model is sharded; "

@@ -303,7 +303,9 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         partial = PartialGradients(module, group)
         partial.watch()
         module.forward = functools.partial(_watching, partial, forward)
-    if private_apis.is_sharded_model(model):
+    if reduction.grad_accumulation != "nearest":  # of what FSDP2 has not sharded
+        reduction.accumulators.append(GradientAccumulator(model, reduction.grad_accumulation))
+    if sizes.dp_size > 1:
         dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
         in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or reduction.grad_accumulation == "fp32"
         set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
@@ -311,8 +313,6 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         reshard_after_evaluation(model)
         wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
         reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
-    elif reduction.grad_accumulation != "nearest":
-        reduction.accumulators.append(GradientAccumulator(model, reduction.grad_accumulation))
     if accelerator.num_processes > 1:
         average_gradients(private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator))
     if sizes.tp_size > 1:
