@@ -19,6 +19,7 @@ from hf_lowprec.reduction.private_torch_apis import (
     names_ignored_by_ddp,
     parameter_groups,
     reduce_scatter_of,
+    reduce_scatters_of_bf16,
     reduce_scatters_in_16_bits,
     replicates_shards,
     set_policy,

@@ -58,7 +58,6 @@ def fsdp(**settings) -> Accelerator:
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [
-        ("DEEPSPEED", r"TrainingArguments\(deepspeed=…\)"),
         ("MEGATRON_LM", "MegatronLMPlugin"),
         ("XLA", "distributed_type=XLA"),
         ("MULTI_NPU", "distributed_type=MULTI_NPU"),
@@ -119,7 +118,7 @@ def test_the_report_says_who_sums():
 
 def test_tensor_parallelism_of_accelerate_is_refused():
     built = accelerator(DistributedType.MULTI_GPU)
-    built.state.parallelism_config = SimpleNamespace(tp_size=2, dp_replicate_enabled=False)
+    built.state.parallelism_config = SimpleNamespace(tp_size=2, dp_replicate_enabled=False, cp_enabled=False)
     hf_lowprec.prepare_accelerator(built)
     with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=2\).*DistributedConfig\(tp_size=2\)"):
         built.prepare(torch.nn.Linear(2, 2))
