@@ -76,12 +76,12 @@ def check_sharded_at_load(accelerator: Any, model: Any) -> None:
     Raises:
         ValueError: it was not; accelerate would have to shard it.
     """
-    config = accelerator.parallelism_config
-    if config is not None and config.tp_size > 1 and not is_sharded_at_load(model):
+    size = getattr(accelerator.parallelism_config, "tp_size", 1)
+    if size > 1 and not is_sharded_at_load(model):
         raise ValueError(
-            f"ParallelismConfig(tp_size={config.tp_size}): accelerate cannot shard this model (its _prepare_tp needs "
-            "a name that transformers 5 no longer has); load it with from_pretrained(…, "
-            f"distributed_config=transformers.DistributedConfig(tp_size={config.tp_size}))"
+            f"ParallelismConfig(tp_size={size}): accelerate cannot shard this model (its _prepare_tp needs a name that "
+            "transformers 5 no longer has); load it with from_pretrained(…, "
+            f"distributed_config=transformers.DistributedConfig(tp_size={size}))"
         )
 
 
