@@ -112,8 +112,8 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
             if dtypes:
                 dtype = dtypes.pop()
                 fp32_output = replicates_shards(group) or dtype == torch.float16
-                # FSDP2 divides by a number that was set (for experts) after the sum, which would round again. An earlier
-                # call of this function has taken the number already.
+                # FSDP2 divides by a number that was set (for experts) after the sum, which would round again. An
+                # earlier call of this function has taken the number already.
                 taken = getattr(reduce_scatter_of(group), "divisor", None)
                 divisor = None if fp32_output else take_divisor(group) or taken
                 set_reduce_scatter(group, FP32ReduceScatter(dtype, scratch, fp32_output, divisor))
