@@ -37,6 +37,7 @@ TESTS = [
     "tests/gpu/test_capture_on_gpu.py",
     "tests/gpu/test_step_on_gpu.py",
     "tests/gpu/test_mean_on_gpu.py",
+    "tests/gpu/test_fsdp2_on_gpu.py",
     "tests/optim/test_backends.py",
     "tests/optim/test_split.py",
     "tests/optim/test_split24.py",

@@ -4,12 +4,15 @@ FSDP2 orders a group's gradients so that shard `r` belongs to rank `r`; an all-t
 its shard. With `MixedPrecisionPolicy(reduce_dtype=torch.float32)` FSDP2 passes FP32 gradients in and expects FP32 out:
 it uses that to sum micro-batches, and here it also serves replicas of shards (HSDP), whose all-reduce is FSDP2's own.
 Such gradients are rounded to the parameters' dtype before they are sent, and nowhere else until the end.
+
+NCCL has kernels that sum BF16 numbers in FP32, for memory that all ranks have registered ("symmetric memory"). Where
+they are unavailable, it silently sums in BF16. So known numbers are summed first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from hf_lowprec.reduction.private_torch_apis import (
     group_fp32_parameters,
     parameter_groups,
     reduce_scatter_of,
+    reduce_scatters,
     replicates_shards,
     set_reduce_scatter,
     take_divisor,
@@ -29,6 +33,11 @@ from hf_lowprec.reduction.private_torch_apis import (
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding import dtype_name
+
+Reduction = Literal["rank_order", "nccl"]
+"""Values of the option `reduction`: who adds the gradients of the ranks, in which order."""
+_PERIOD = 4093
+"""After this many elements, the numbers that `_sums_in_fp32` sends repeat. A prime, so that shards begin anywhere."""
 
 
 class FP32ReduceScatter:
@@ -91,7 +100,36 @@ class FP32ReduceScatter:
         mean_in_rank_order(received.view(ranks, -1), divisor, output_tensor)
 
 
-def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
+def check_reduction(reduction: str) -> Reduction:
+    """Return `reduction` if it is a `Reduction`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction={reduction!r} is unknown; valid are {', '.join(map(repr, get_args(Reduction)))}")
+    return cast(Reduction, reduction)
+
+
+def check_nccl(device_type: str) -> None:
+    """Check that `reduction="nccl"` is possible for gradients on a device of this type.
+
+    Raises:
+        ValueError: it is not; the message says why.
+    """
+    if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        raise _not_by_nccl(f"FSDP2 of torch {torch.__version__} cannot use symmetric memory; torch 2.13 can")
+    if device_type != "cuda":
+        raise _not_by_nccl(f"gradients are on {device_type!r}, not on GPUs of NVIDIA")
+    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
+        raise _not_by_nccl(f"the process group has the backend {dist.get_backend_config()}")
+
+
+def _not_by_nccl(reason: str) -> ValueError:
+    return ValueError(f"reduction='nccl' is impossible: {reason}; use reduction='rank_order'")
+
+
+def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order") -> ScratchBuffers:
     """Make every FSDP2 module in `model` sum its gradients in FP32. Call it after the last `fully_shard`.
 
     FP32 parameters that are in groups with 16-bit ones, because the model was cast after it was sharded, get a group of
@@ -100,23 +138,38 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
     Args:
         model: a model to which `fully_shard` was applied. HSDP and FP16 parameters need
             `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` in these calls.
+        reduction: `"rank_order"`, or `"nccl"` for NCCL's own FP32 sums of BF16 gradients, in an order of its choice.
+            The second needs GPUs connected by NVLink and a process group with the backend NCCL. Known numbers are
+            summed at once, to see whether NCCL does sum in FP32.
 
     Returns:
-        The scratch memory, as large as the largest group of modules.
+        The scratch memory, as large as the largest group of modules; none for `"nccl"`.
+
+    Raises:
+        ValueError: `reduction` is unknown, or `"nccl"` is impossible. Raised on every rank.
     """
+    by_nccl = check_reduction(reduction) == "nccl"
     scratch = ScratchBuffers()
     group_fp32_parameters(model)
-    for module in model.modules():
-        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
-            dtypes = {param.dtype for param in trained_parameters(group)}
-            if dtypes:
-                dtype = dtypes.pop()
-                fp32_output = replicates_shards(group) or dtype == torch.float16
-                # FSDP2 divides by a number that was set (for experts) after the sum, which would round again. An
-                # earlier call of this function has taken the number already.
-                taken = getattr(reduce_scatter_of(group), "divisor", None)
-                divisor = None if fp32_output else take_divisor(group) or taken
-                set_reduce_scatter(group, FP32ReduceScatter(dtype, scratch, fp32_output, divisor))
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, group in ((module, group) for module in sharded for group in parameter_groups(module)):
+        params = trained_parameters(group)
+        if not params:
+            continue
+        dtype = params[0].dtype
+        fp32_output = replicates_shards(group) or dtype == torch.float16
+        if by_nccl:
+            device_type = params[0].device_mesh.device_type
+            check_nccl(device_type)
+            if fp32_output:
+                raise _not_by_nccl("FP16 gradients and shards with replicas (HSDP) would be sent in FP32")
+            _let_nccl_sum(module, device_type, dtype)
+            continue
+        # FSDP2 divides by a number that was set (for experts) after the sum, which would round again. An earlier
+        # call of this function has taken the number already.
+        taken = getattr(reduce_scatter_of(group), "divisor", None)
+        divisor = None if fp32_output else take_divisor(group) or taken
+        set_reduce_scatter(group, FP32ReduceScatter(dtype, scratch, fp32_output, divisor))
     return scratch
 
 
@@ -133,6 +186,45 @@ def reshard_after_evaluation(model: nn.Module) -> None:
                     module.reshard()
 
     model.register_forward_hook(reshard)
+
+
+def _let_nccl_sum(module: FSDPModule, device_type: str, dtype: torch.dtype) -> None:
+    """Let FSDP2 communicate in symmetric memory, for which NCCL has FP32 sums.
+
+    Raises:
+        ValueError: NCCL sums in 16 bits all the same. Raised on every rank.
+    """
+    module.set_force_sum_reduction_for_comms(True)  # NCCL has no such kernel for means, and torch does not ask for one
+    module.set_symm_mem_for_comm()
+    for reduce_scatter, group, count in reduce_scatters(module):
+        if dtype == torch.bfloat16 and not _sums_in_fp32(reduce_scatter, group, count, torch.device(device_type)):
+            raise _not_by_nccl(
+                f"NCCL sums {count * group.size():,} BF16 numbers over {group.size()} ranks in BF16, as it does for "
+                "GPUs without NVLink between them and without GPU memory that all ranks can map"
+            )
+
+
+def _sums_in_fp32(reduce_scatter: Any, group: dist.ProcessGroup, count: int, device: torch.device) -> bool:
+    """Return, the same on all ranks of `group`, whether a reduce-scatter rounds sums of BF16 numbers only once.
+
+    Args:
+        reduce_scatter: an object as `FSDPModule.set_custom_reduce_scatter` takes it.
+        group: the ranks to sum over.
+        count: the elements of a shard. NCCL chooses its kernel by the size.
+        device: where the gradients are.
+    """
+    ranks, rank = group.size(), group.rank()
+    # Integers below 257 are BF16 numbers; FP32 sums of them are exact in any order.
+    addends = torch.randint(257, (ranks, _PERIOD), generator=torch.Generator().manual_seed(0))
+    repeats = -(-ranks * count // _PERIOD)
+    sent = reduce_scatter.allocate((ranks * count,), dtype=torch.bfloat16, device=device)
+    sent.copy_(addends[rank].bfloat16().to(device).repeat(repeats)[: ranks * count])
+    received = reduce_scatter.allocate((count,), dtype=torch.bfloat16, device=device)
+    reduce_scatter(output_tensor=received, input_tensor=sent, group=group, op=dist.ReduceOp.SUM)
+    sums = addends.sum(0).float().bfloat16().to(device).repeat(repeats)[rank * count : (rank + 1) * count]
+    agrees = (received == sums).all().int()
+    dist.all_reduce(agrees, dist.ReduceOp.MIN, group=group)
+    return bool(agrees)
 
 
 def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:

@@ -6,7 +6,8 @@ torch has no public API for these. `tests/reduction/test_private_torch_apis.py` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+_SYMMETRIC = "SymmMemReduceScatter"
+"""The reduce-scatter of `FSDPModule.set_symm_mem_for_comm`, which torch 2.11 does not have."""
 
 
 def names_ignored_by_ddp(module: nn.Module) -> Collection[str]:
@@ -56,9 +59,17 @@ def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
     """
     return any(
         type(group._reduce_scatter_comm).__module__.startswith("torch.")
+        and type(group._reduce_scatter_comm).__name__ != _SYMMETRIC
         and any(map(_sums_in_16_bits, group.fsdp_params))
         for group in parameter_groups(module)
     )
+
+
+def reduce_scatters(module: FSDPModule) -> Iterator[tuple[Any, dist.ProcessGroup, int]]:
+    """The reduce-scatters of a module that FSDP2 has sharded: each with its ranks and the elements that it leaves."""
+    for group in parameter_groups(module):
+        sizes = (param.padded_sharded_param_size for param in group.fsdp_params if param.sharded_param.requires_grad)
+        yield group._reduce_scatter_comm, group._reduce_scatter_process_group, sum(map(math.prod, sizes))
 
 
 def replicates_shards(group: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_lowprec.reduction.fsdp2 import Reduction
 from hf_lowprec.reduction.grad_accumulation import GradientAccumulator
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
@@ -29,6 +30,7 @@ class ReductionStatus:
 
     Attributes:
         grad_accumulation: how gradients of micro-batches are accumulated: `"nearest"`, `"kahan"` or `"fp32"`.
+        reduction: who sums gradients over ranks, in which order: `"rank_order"` or `"nccl"`.
         models: the models whose gradients are summed in FP32 over ranks.
         accumulators: one for each model whose micro-batches are not accumulated by torch.
         fp32_modules: names of the modules that FSDP2 shards as one group in FP32.
@@ -36,6 +38,7 @@ class ReductionStatus:
     """
 
     grad_accumulation: str
+    reduction: Reduction = "rank_order"
     models: list[ReducedModel] = field(default_factory=list)
     accumulators: list[GradientAccumulator] = field(default_factory=list)
     fp32_modules: list[str] = field(default_factory=list)
@@ -43,8 +46,9 @@ class ReductionStatus:
 
     def lines(self) -> list[str]:
         """The lines of the report, one for each reduction and each note; empty if there is nothing to report."""
+        by = " by NCCL" if self.reduction == "nccl" else ""
         lines = [
-            f"{model.wrapper}: FP32 sums over {model.ranks} ranks, 16-bit gradients on the wire"
+            f"{model.wrapper}: FP32 sums{by} over {model.ranks} ranks, 16-bit gradients on the wire"
             f"{_describe_scratch(model.scratch.nbytes)}"
             for model in self.models
         ]

@@ -22,7 +22,7 @@ MORE = [(2, "ddp,fsdp2"), (4, "fsdp2"), (6, "fsdp2,hsdp"), (8, "ddp,fsdp2,hsdp")
 
 @pytest.mark.parametrize(
     ("ranks", "kinds"),
-    [(3, "ddp,fsdp2"), (4, "hsdp"), *(pytest.param(*case, marks=pytest.mark.every_case) for case in MORE)],
+    [(3, "ddp,fsdp2"), (4, "hsdp,cp"), *(pytest.param(*case, marks=pytest.mark.every_case) for case in MORE)],
 )
 def test_weights_and_states_are_those_of_one_process(ranks, kinds):
     """Random bits belong to elements of the full tensor; Kahan's compensation is rounded stochastically as well."""
@@ -32,7 +32,7 @@ def test_weights_and_states_are_those_of_one_process(ranks, kinds):
 
 
 DDP = ["static_graph", "find_unused_parameters", "gradient_as_bucket_view", "gradient_checkpointing"]
-FSDP2 = ["checkpointing", "gradient_checkpointing", "gathered", "meta"]
+FSDP2 = ["checkpointing", "gradient_checkpointing", "gathered", "meta", "offload"]
 COMPILED = [pytest.param(kind, ["compiled"], marks=pytest.mark.every_case) for kind in ("ddp", "fsdp2")]
 
 

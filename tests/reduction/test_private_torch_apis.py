@@ -19,6 +19,7 @@ from hf_lowprec.reduction.private_torch_apis import (
     names_ignored_by_ddp,
     parameter_groups,
     reduce_scatter_of,
+    reduce_scatters,
     reduce_scatters_in_16_bits,
     replicates_shards,
     set_policy,
@@ -73,6 +74,18 @@ def test_the_dtype_of_fsdp2s_sums_is_seen(two_fake_ranks):
     ours = sharded()
     reduce_scatter_in_fp32(ours)
     assert not reduce_scatters_in_16_bits(ours), HERE
+
+
+def test_symmetric_memory_reaches_the_reduce_scatter_of_sums_alone(two_fake_ranks, monkeypatch):
+    """For a mean, which NCCL's kernels do not compute, torch keeps the reduce-scatter that sums in BF16."""
+    monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", lambda backend: None)  # it needs a GPU
+    for of_sums in (False, True):
+        model = fully_shard(torch.nn.Linear(5, 3, dtype=torch.bfloat16))
+        model.set_force_sum_reduction_for_comms(of_sums)
+        model.set_symm_mem_for_comm()
+        assert reduce_scatters_in_16_bits(model) != of_sums, HERE
+        ((_, group, count),) = reduce_scatters(model)
+        assert (group.size(), count) == (2, 2 * 5 + 2), HERE  # three rows and three biases, over two ranks
 
 
 def test_replicas_of_shards_are_told_from_tensor_parallelism(two_fake_ranks):

@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
+from hf_lowprec.reduction import fsdp2, reduce_scatter_in_fp32, shard_fp32_parameters
+from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from tests.scripts.reduction_fsdp2 import BF16, FP16, FP32, WIDE, Block, Linear, mean_of_replicas, replicated
 from tests.support.processes.worlds import run_worlds
 from tests.support.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
@@ -172,6 +174,44 @@ def check_large_equal_gradients_of_replicas() -> None:
     model(torch.zeros((), requires_grad=True)).backward()
     for param, factor in zip(model.parameters(), model.factors, strict=True):
         assert torch.equal(param.grad.full_tensor(), factor)
+
+
+def mean_of_rounded_sum(versions: list[np.ndarray]) -> np.ndarray:
+    """The sum is rounded before FSDP2 divides it, which matters for subnormal results and where the sum overflows."""
+    return mean([mean(versions, 1)], len(versions))
+
+
+class OfSums(FP32ReduceScatter):
+    """Computes no means, as NCCL's kernels do not."""
+
+    def __init__(self) -> None:
+        super().__init__(BF16, ScratchBuffers(), fp32_output=False)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+        assert op == dist.ReduceOp.SUM, op
+        self.wire_dtype = input_tensor.dtype
+        super().__call__(output_tensor, input_tensor, group, op)
+
+
+def check_sums_by_nccl() -> None:
+    """gloo stands for NCCL: it sums in BF16, which is noticed, and then in FP32, as NCCL does over NVLink."""
+    fsdp2.check_nccl = lambda device_type: None
+    FSDPModule.set_symm_mem_for_comm = lambda module: None
+
+    def by_nccl(model: Linear, **options) -> Linear:
+        fully_shard(model, **options)
+        reduce_scatter_in_fp32(model, "nccl")
+        return model
+
+    refusal(ValueError, lambda: by_nccl(Linear(BF16, *SHAPES)), "reduction='nccl'", "1,016 BF16 numbers over 4 ranks")
+    by_nccl(Linear(FP32, *SHAPES))  # it sums FP32 numbers in FP32
+    FSDPModule.set_symm_mem_for_comm = lambda module: module.set_custom_reduce_scatter(OfSums())
+    model = by_nccl(Linear(BF16, *SHAPES))
+    for param, every in zip(model.parameters(), backward(model), strict=True):
+        assert same_bits(param.grad.full_tensor(), mean_of_rounded_sum(every))
+    for refused in ({"mesh": replicated(), "mp_policy": WIDE}, {"mesh": replicated()}):
+        refusal(ValueError, lambda options=refused: by_nccl(Linear(BF16, *SHAPES), **options), "HSDP", "rank_order")
+    refusal(ValueError, lambda: by_nccl(Linear(FP16, *SHAPES)), "FP16", "rank_order")
 
 
 def check() -> None:

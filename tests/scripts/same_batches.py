@@ -1,6 +1,6 @@
 """Train on the same batches in every process, and print a digest of weights and states at the end.
 
-same_batches.py ddp|fsdp2|hsdp[-VARIANT][,…] ROUNDING[-int8][,…] [save|resume full|sharded|dcp FOLDER]
+same_batches.py ddp|fsdp2|hsdp|cp[-VARIANT][,…] ROUNDING[-int8][,…] [save|resume full|sharded|dcp FOLDER]
 
 It saves half-way, and resumes from there.
 """
@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import TorchDynamoPlugin
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
@@ -35,6 +36,7 @@ def build(kind: str, format: str, rounding: str, **options):
         activation_checkpointing=variant == "checkpointing",
         reshard_after_forward=variant != "gathered",
         cpu_ram_efficient_loading=variant == "meta",
+        cpu_offload=CPUOffloadPolicy(pin_memory=False) if variant == "offload" else OffloadPolicy(),
     )
     accelerator = Accelerator(
         cpu=True,

@@ -41,6 +41,8 @@ from hf_lowprec.reduction.collectives import gather_objects
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import (
+    Reduction,
+    check_reduction,
     fp32_modules,
     reduce_scatter_in_fp32,
     reshard_after_evaluation,
@@ -59,7 +61,9 @@ AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the mo
 logger = logging.getLogger(__name__)
 
 
-def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumulation = "nearest") -> ReductionStatus:
+def prepare_accelerator(
+    accelerator: Accelerator, grad_accumulation: GradAccumulation = "nearest", reduction: Reduction = "rank_order"
+) -> ReductionStatus:
     """Make `accelerator` sum gradients in FP32 under DDP, FSDP2 and HSDP. Call it before `accelerator.prepare`.
 
     - Gradients are sent in the parameters' dtype. Their mean over ranks is summed in FP32, in rank order, and rounded
@@ -83,46 +87,56 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         grad_accumulation: how the gradients of micro-batches are accumulated: `"nearest"` (as in torch, in the
             parameters' dtype), `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per
             parameter). Parameters that are unfrozen or replaced later are included if `accelerator.backward` is called.
+        reduction: how FSDP2 sums gradients over ranks: `"rank_order"` (by this package, with the same bits on every
+            machine) or `"nccl"` (by NCCL in symmetric memory, in an order of its choice; needs NVLink).
 
     Returns:
         A status that is filled in as models are prepared. `print` it to see whether FP32 sums are active.
 
     Raises:
-        ValueError: the accelerator's configuration does not allow gradients to be summed in FP32, or it has already
-            prepared a model under DDP, FSDP2 or autocast, or any model if `grad_accumulation` is not "nearest".
+        ValueError: the accelerator's configuration does not allow gradients to be summed in FP32, or by NCCL if
+            `reduction` asks for that, or it has already prepared a model under DDP, FSDP2 or autocast, or any model if
+            `grad_accumulation` is not "nearest".
     """
-    check_grad_accumulation(grad_accumulation)
+    requested = {
+        "grad_accumulation": check_grad_accumulation(grad_accumulation),
+        "reduction": check_reduction(reduction),
+    }
     earlier: ReductionStatus | None = getattr(accelerator, _REDUCTION, None)
     if earlier is not None:
-        if earlier.grad_accumulation != grad_accumulation:
-            raise ValueError(
-                f"the accelerator was already prepared with grad_accumulation={earlier.grad_accumulation!r}"
-            )
+        for name, value in requested.items():
+            if getattr(earlier, name) != value:
+                raise ValueError(f"the accelerator was already prepared with {name}={getattr(earlier, name)!r}")
         return earlier
-    check_supported(accelerator, grad_accumulation)
+    check_supported(accelerator, grad_accumulation, reduction)
     models = private_apis.prepared_models(accelerator)
     _check_prepared_models(models, grad_accumulation)
     for model in models:  # prepared but not wrapped, so they can still be changed
         _return_float32_if_cast(model)
         _forbid_later_cast(model)
-    reduction = ReductionStatus(grad_accumulation)
+    status = ReductionStatus(grad_accumulation, reduction)
+    if accelerator.parallelism_config is not None and accelerator.parallelism_config.cp_enabled:
+        status.notes.append(
+            f"context parallelism over {accelerator.parallelism_config.cp_size} ranks: gradients are summed over them "
+            "as well; torch's attention for it needs GPUs, on which this package has not been tested"
+        )
     if private_apis.switch_autocast_off(accelerator):
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
-    _warn_of_separate_processes(accelerator, reduction)
-    setattr(accelerator, _REDUCTION, reduction)
+    _warn_of_separate_processes(accelerator, status)
+    setattr(accelerator, _REDUCTION, status)
     prepared_models = PreparedModels()
     comparison = FirstStepComparison(accelerator)
     for optimizer in private_apis.prepared_optimizers(accelerator):
         comparison.watch(optimizer)
     wrappers: dict[str, Callable] = {
         # FP32 sums under FSDP2, which shards the model there.
-        "prepare": functools.partial(_prepare, accelerator, reduction, prepared_models),
+        "prepare": functools.partial(_prepare, accelerator, status, prepared_models),
         # FP32 sums under DDP, which wraps the model there.
-        "prepare_model": functools.partial(_prepare_model, accelerator, reduction, prepared_models),
+        "prepare_model": functools.partial(_prepare_model, accelerator, status, prepared_models),
         # Compares the ranks before the first step.
         "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
         # Parameters may have become trainable since the model was prepared.
-        "backward": functools.partial(_backward, reduction),
+        "backward": functools.partial(_backward, status),
         # DDP over one process need not synchronize micro-batches.
         "no_sync": functools.partial(_no_sync, accelerator),
         # Our optimizers clip inside their step.
@@ -131,7 +145,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
     for name, wrapper in wrappers.items():
         wrap_method(accelerator, name, wrapper)
     accelerator.register_save_state_pre_hook(functools.partial(_describe_saved_state, accelerator))
-    return reduction
+    return status
 
 
 def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:
@@ -233,7 +247,7 @@ def _prepare(
             release.watch_parameters()  # accelerate has given it the shards
     sharded = private_apis.prepared_models(accelerator)[-1]
     give_low_bits(sharded, low_bits, accelerator.device)
-    scratch = reduce_scatter_in_fp32(sharded)
+    scratch = reduce_scatter_in_fp32(sharded, reduction.reduction)
     _forbid_later_cast(model)
     prepared_models.add(model)
     reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
@@ -340,7 +354,8 @@ def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model:
         RuntimeError: the ranks' models or settings differ.
     """
     if accelerator.num_processes > 1 and any(param.requires_grad for param in model.parameters()):
-        check_same_settings({"grad_accumulation": reduction.grad_accumulation, **model_settings(model)})
+        settings = {name: getattr(reduction, name) for name in ("grad_accumulation", "reduction")}
+        check_same_settings({**settings, **model_settings(model)})
 
 
 def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:

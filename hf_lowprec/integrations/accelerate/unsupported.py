@@ -1,4 +1,4 @@
-"""Accelerator setups that are unsupported because gradients would not be summed in FP32."""
+"""Accelerator setups that are unsupported because gradients would not be summed in FP32, or not as requested."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
+from hf_lowprec.reduction.fsdp2 import check_nccl
 
 _SUPPORTED = {
     DistributedType.NO,
@@ -27,8 +28,8 @@ _KAHAN_UNDER_FSDP2 = (
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
-def check_supported(accelerator: Any, grad_accumulation: str) -> None:
-    """Check the setup of `accelerator` for `grad_accumulation`.
+def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) -> None:
+    """Check the setup of `accelerator` for `grad_accumulation` and `reduction`.
 
     Raises:
         ValueError: the setup is not supported; the message names the setting and what to change.
@@ -56,18 +57,25 @@ def check_supported(accelerator: Any, grad_accumulation: str) -> None:
             f"GradientAccumulationPlugin(sync_each_batch=True) rounds gradients after every micro-batch, which "
             f"grad_accumulation={grad_accumulation!r} is meant to prevent; remove one of the two"
         )
-    _check_parallelism(accelerator.parallelism_config)
+    _check_parallelism(accelerator.parallelism_config, kind)
     if kind == DistributedType.FSDP:
         _check_fsdp(accelerator, grad_accumulation)
+    if reduction == "nccl":
+        _check_nccl(accelerator, grad_accumulation)
 
 
-def _check_parallelism(config: Any) -> None:
-    for size, name in (("cp_size", "context"), ("sp_size", "sequence")):
-        if config is not None and getattr(config, size, 1) > 1:
-            raise ValueError(
-                f"ParallelismConfig({size}={getattr(config, size)}): {name} parallelism is not supported with FP32 "
-                f"sums; use dp_shard_size and dp_replicate_size, with {size}=1"
-            )
+def _check_parallelism(config: Any, kind: DistributedType) -> None:
+    # Sequence parallelism is DeepSpeed's: without it, accelerate ignores `sp_size`.
+    if getattr(config, "sp_size", 1) > 1:
+        raise ValueError(
+            f"ParallelismConfig(sp_size={config.sp_size}): sequence parallelism is not supported with FP32 sums; use "
+            "dp_shard_size, dp_replicate_size and cp_size, with sp_size=1"
+        )
+    if getattr(config, "cp_size", 1) > 1 and kind != DistributedType.FSDP:
+        raise ValueError(
+            f"ParallelismConfig(cp_size={config.cp_size}): FP32 sums over the ranks of a context need FSDP2 "
+            "(accelerate launch --use_fsdp --fsdp_version 2)"
+        )
 
 
 def check_sharded_at_load(accelerator: Any, model: Any) -> None:
@@ -114,3 +122,20 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
         )
     if grad_accumulation == "kahan":
         raise ValueError(_KAHAN_UNDER_FSDP2)
+
+
+def _check_nccl(accelerator: Any, grad_accumulation: str) -> None:
+    kind, config = accelerator.distributed_type, accelerator.parallelism_config
+    if kind != DistributedType.FSDP:
+        raise ValueError(
+            f"reduction='nccl' is a reduce-scatter of FSDP2, and distributed_type={kind.value}; use FSDP2 (accelerate "
+            "launch --use_fsdp --fsdp_version 2) or reduction='rank_order'"
+        )
+    replicated = config is not None and config.dp_replicate_enabled
+    if replicated or grad_accumulation == "fp32":
+        obstacle = "dp_replicate_size > 1 (HSDP)" if replicated else "grad_accumulation='fp32'"
+        raise ValueError(
+            f"reduction='nccl' is impossible with {obstacle}, for which FSDP2 sends gradients in FP32; use "
+            "reduction='rank_order', which sends 16 bits"
+        )
+    check_nccl(accelerator.device.type)

@@ -35,6 +35,7 @@ from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.low_bits import keep_low_bits, reset_outdated_compensations
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
+from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.rounding import dtype_name
@@ -70,9 +71,10 @@ class LowPrecisionCallback(TrainerCallback):
             measurements, with a warning; with sharded weights, which the ranks measure together, it is raised.
         grad_accumulation: how the gradients of micro-batches are accumulated, as for `prepare_accelerator`.
         check_replicas_every: compare the weights and states of replicas every this many steps; 0 disables the check.
+        reduction: how FSDP2 sums gradients over ranks, as for `prepare_accelerator`.
 
-    `keep_fp32`, `grad_accumulation` and `check_replicas_every` can also be set in `optim_args`. The patterns of both
-    `keep_fp32` are combined; for the other two, `optim_args` takes precedence.
+    `keep_fp32`, `grad_accumulation`, `check_replicas_every` and `reduction` can also be set in `optim_args`. The
+    patterns of both `keep_fp32` are combined; for the others, `optim_args` takes precedence.
 
     Raises:
         ValueError: an argument or the model is not supported (raised when the Trainer is built).
@@ -87,6 +89,7 @@ class LowPrecisionCallback(TrainerCallback):
         log_lost_updates: bool = True,
         grad_accumulation: GradAccumulation = "nearest",
         check_replicas_every: int = 0,
+        reduction: Reduction = "rank_order",
     ) -> None:
         self.dtype = dtype
         self.keep_fp32 = keep_fp32
@@ -94,6 +97,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.log_lost_updates = log_lost_updates
         self.grad_accumulation = grad_accumulation
         self.check_replicas_every = check_replicas_every
+        self.requested_reduction = reduction
         self.begin()
 
     def begin(self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False) -> None:
@@ -105,13 +109,14 @@ class LowPrecisionCallback(TrainerCallback):
             keep_low_bits: whether the optimizer can use the low bits that the cast rounds off.
 
         Raises:
-            ValueError: `grad_accumulation` is unknown, or `check_replicas_every` is negative.
+            ValueError: `grad_accumulation` or `reduction` is unknown, or `check_replicas_every` is negative.
         """
         options = optim_args or OptimArgs()
         patterns = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
         self._patterns = (*patterns, *options.keep_fp32)
         accumulation = self.grad_accumulation if options.grad_accumulation is None else options.grad_accumulation
         self._accumulation = check_grad_accumulation(accumulation)
+        self._reduction = check_reduction(self.requested_reduction if options.reduction is None else options.reduction)
         every = options.check_replicas_every
         self._check_every = self.check_replicas_every if every is None else every
         if self._check_every < 0:
@@ -154,7 +159,7 @@ class LowPrecisionCallback(TrainerCallback):
             accelerator: as `prepare_accelerator` takes it.
             autocast_off: whether the user requested mixed precision, which the Trainer has disabled.
         """
-        self.reduction = prepare_accelerator(accelerator, self._accumulation)
+        self.reduction = prepare_accelerator(accelerator, self._accumulation, self._reduction)
         if autocast_off and self.report:
             self.reduction.notes.append(AUTOCAST_OFF)
         elif autocast_off:

@@ -27,6 +27,7 @@ class OptimArgs:
         keep_fp32: patterns of modules to keep in FP32, for `cast_model`.
         grad_accumulation: how the gradients of micro-batches are accumulated, for `prepare_accelerator`.
         check_replicas_every: steps between comparisons of replicas, for `LowPrecisionCallback`.
+        reduction: how gradients are summed over ranks, for `prepare_accelerator`.
         rounding_schedule: the phases of `rounding`, if it has several; the optimizer is built in the mode of the first.
     """
 
@@ -34,6 +35,7 @@ class OptimArgs:
     keep_fp32: tuple[str, ...] = ()
     grad_accumulation: str | None = None
     check_replicas_every: int | None = None
+    reduction: str | None = None
     rounding_schedule: RoundingSchedule | None = None
 
 
@@ -106,6 +108,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_fp32": lambda text: tuple(filter(None, split_items(text))),
     "grad_accumulation": str,
     "check_replicas_every": int,
+    "reduction": str,
     "rounding": RoundingSchedule.parse,
 }
 """Options of `LowPrecisionCallback`, and `rounding`, which may be a schedule here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -33,6 +33,9 @@ class Setup(NamedTuple):
         batch_size: sequences per GPU, or None.
         sequence_length: tokens per sequence, or None.
         gradient_checkpointing: as in TrainingArguments.
+        tp: GPUs over which tensor parallelism shards the matrices of a layer.
+        ep: GPUs over which expert parallelism shards the experts.
+        zero: the stage of DeepSpeed's ZeRO, or None for FSDP2.
     """
 
     gpus: int = 1
@@ -41,6 +44,9 @@ class Setup(NamedTuple):
     batch_size: int | None = None
     sequence_length: int | None = None
     gradient_checkpointing: bool = False
+    tp: int = 1
+    ep: int = 1
+    zero: int | None = None
 
 
 def estimate(
@@ -53,6 +59,16 @@ def estimate(
     gpus: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of GPUs over which FSDP2 shards the training state.")
     ] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of these, GPUs that share each layer (tensor parallelism).")
+    ] = 1,
+    ep: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of these, GPUs that share the experts (expert parallelism).")
+    ] = 1,
+    zero: Annotated[
+        Literal["1", "2", "3"] | None,
+        typer.Option(metavar="N", help="DeepSpeed's ZeRO of this stage over --gpus, not FSDP2."),
+    ] = None,
     gradient_accumulation_steps: Annotated[
         int,
         typer.Option(
@@ -116,7 +132,13 @@ def estimate(
         raise typer.BadParameter("activations need both --batch-size and --sequence-length")
     if gradient_checkpointing and batch_size is None:
         raise typer.BadParameter("--gradient-checkpointing needs --batch-size and --sequence-length")
-    setup = Setup(gpus, gradient_accumulation_steps, gpu_memory, batch_size, sequence_length, gradient_checkpointing)
+    stage = None if zero is None else int(zero)
+    accumulation = gradient_accumulation_steps
+    setup = Setup(gpus, accumulation, gpu_memory, batch_size, sequence_length, gradient_checkpointing, tp, ep, stage)
+    if (max(tp, ep) > 1 or zero is not None) and (fit or compare or lora):
+        raise typer.BadParameter("--tp, --ep and --zero do not go with --fit, --compare and --lora")
+    if max(tp, ep) > 1 and batch_size is not None:
+        raise typer.BadParameter("activations are not estimated with --tp and --ep: leave out --batch-size")
     try:
         config, cls = load_config(model)
 
@@ -145,7 +167,7 @@ def _fit_settings(
     """
     from hf_lowprec.tools.estimate.fit import find_fit
 
-    gpus, steps, gpu_memory, batch_size, length, checkpointing = setup
+    gpus, steps, gpu_memory, batch_size, length, checkpointing = setup[:6]
     assert gpu_memory is not None and batch_size is not None and length is not None
     found = find_fit(build, gpu_memory * GIB, gpus, batch_size, steps, length, checkpointing, lora)
     if as_json:
@@ -180,20 +202,23 @@ def estimate_rows(
     """
     import torch
 
+    from hf_lowprec.tools.estimate.parallelism import Parallelism
     from hf_lowprec.tools.estimate.rows import compared_rows, fp32_row, lora_row, low_precision_row
 
     settings = setup.gpus, setup.gradient_accumulation_steps
+    parallelism = Parallelism(setup.tp, setup.ep, setup.zero)
+    parallelism.check(*settings)
     notes: dict[str, None] = (
         {f"Rows of {', '.join(names)}: with optim_args={optim_args!r}.": None} if optim_args else {}
     )
     base = build()
-    row = fp32_row(base, *settings)
-    in_fp32 = _activations(base, "FP32", setup, notes)
+    row = fp32_row(base, *settings, parallelism)
+    in_fp32 = _activations(base, "FP32" if setup.zero is None else "BF16", setup, notes)
     rows = [row._replace(activations=in_fp32)]
     in_16_bits: dict[str, Activations | None] = {}
     for name in names:
         cast = build()
-        row = low_precision_row(cast, name, optim_args, *settings)
+        row = low_precision_row(cast, name, optim_args, *settings, parallelism)
         for reason, elements in (row.kept_in_bf16 or {}).items():
             notes[f"{name}: {elements:,} elements of the state stay in BF16: {reason}."] = None
         key = str(row.fp32_parts)
@@ -265,7 +290,10 @@ def _print(title: str, rows: list[Row], notes: list[str], setup: Setup) -> None:
     for reason, number in kept.items():
         console.print(f"  {number:,} in FP32: {reason}", **plain)
     console.print(filled)
-    console.print("Autocast (bf16=True) keeps weights, gradients and state in FP32 too.", **plain)
+    if setup.zero is None:
+        console.print("Autocast (bf16=True) keeps weights, gradients and state in FP32 too.", **plain)
+    else:
+        console.print("DeepSpeed's buckets (reduce_bucket_size, allgather_bucket_size) are not included.", **plain)
     if setup.gpus > 1:
         console.print(
             f"Weights, grads, state, total and bytes per parameter are those of all {setup.gpus} GPUs.", **plain
@@ -344,6 +372,7 @@ def _as_data(rows: list[Row], notes: list[str], setup: Setup) -> dict[str, Any]:
                 "total": row.total(gpus),
                 "bytes_per_parameter": row.total(gpus) / row.memory.parameters,
                 "per_gpu": row.per_gpu(gpus),
+                "bytes_per_parameter_per_gpu": row.per_gpu(gpus) / row.memory.parameters,
                 "activations_per_gpu": None if row.activations is None else row.activations.peak,
                 "activations_per_layer": None if row.activations is None else row.activations.per_layer,
                 "peak_per_gpu": row.peak(gpus, setup.gradient_accumulation_steps),

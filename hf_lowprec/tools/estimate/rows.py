@@ -19,15 +19,25 @@ from hf_lowprec.monitor.memory_estimate import MemoryUse, elements_kept_in_bf16,
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
 from hf_lowprec.tools.estimate.activations import Activations
 from hf_lowprec.tools.estimate.live_memory import LiveMemory
+from hf_lowprec.tools.estimate.parallelism import (
+    DATA_PARALLEL,
+    Parallelism,
+    add_memory,
+    whole_parameters,
+    with_whole_parameters,
+    zero_memory,
+)
 from hf_lowprec.tools.estimate.step_peak import step_peak
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainingArguments
 
     from hf_lowprec.casting.cast_report import CastReport
 
 FP32_ROW = "FP32, AdamW"
 """The row to compare with: torch's fused AdamW on FP32 weights; autocast to BF16 takes the same memory for them."""
+MASTERS_ROW = "BF16, FP32 masters, AdamW"
+"""The row to compare with under DeepSpeed: torch's AdamW on FP32 master weights of a BF16 model."""
 FP32, BF16 = torch.float32, torch.bfloat16
 _BLOCK = 256
 """Elements that share a scale in the 8-bit states of bitsandbytes."""
@@ -86,16 +96,33 @@ class Row(NamedTuple):
         return max(self.per_gpu(gpus), forward_and_backward)
 
 
-def fp32_row(model: nn.Module, gpus: int, steps: int) -> Row:
-    """`model` in FP32 with torch's AdamW."""
-    return _stock_row(FP32_ROW, model, gpus, steps, lambda param: 8 * param.numel())
+def fp32_row(model: nn.Module, gpus: int, steps: int, parallelism: Parallelism = DATA_PARALLEL) -> Row:
+    """`model` in FP32 with torch's AdamW; under DeepSpeed, in BF16 with FP32 master weights.
+
+    Raises:
+        InputError: the model has no plan for `parallelism`.
+    """
+    if parallelism.zero is not None:
+        row = _stock_row(MASTERS_ROW, model.to(BF16), gpus, steps, _two_moments)
+        return row._replace(**zero_memory(row.memory, FP32, parallelism.zero, gpus, steps)._asdict())
+    row = _stock_row(FP32_ROW, model, gpus, steps, _two_moments)
+    whole = whole_parameters(model, parallelism)
+    more = _stock_row("", nn.ParameterList(whole), gpus, steps, _two_moments)
+    return row._replace(memory=add_memory(row.memory, more.memory, parallelism.tp - 1))
 
 
-def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, steps: int = 1) -> Row:
+def low_precision_row(
+    model: nn.Module,
+    name: str,
+    optim_args: str | None,
+    gpus: int = 1,
+    steps: int = 1,
+    parallelism: Parallelism = DATA_PARALLEL,
+) -> Row:
     """`model` with one of our optimizers, both set up as Trainer would. The model is cast.
 
     Raises:
-        InputError: `name`, `optim_args` or their combination with `gpus` is not supported.
+        InputError: `name`, `optim_args` or their combination with `gpus` or `parallelism` is not supported.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -105,6 +132,8 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
         mode = check_grad_accumulation("nearest" if options.grad_accumulation is None else options.grad_accumulation)
         if gpus > 1 and mode == "kahan":
             raise InputError("grad_accumulation='kahan' is not supported with FSDP2; use fp32 or nearest, or one GPU")
+        if parallelism.zero is not None:
+            return _zero_row(model, args, mode, gpus, steps, parallelism.zero)
         report = cast_model(model, keep_fp32=options.keep_fp32)
         return_float32(model, next_to_loss=False)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
@@ -119,7 +148,26 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
     accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
     kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
     peak, fp32_parts = step_peak(optimizer), _fp32_parts(model, report)
+    memory = with_whole_parameters(memory, optimizer, whole_parameters(model, parallelism), parallelism.tp)
     return Row(name, memory, accumulation, peak, fp32_parts, kept_in_bf16, releases=releases)
+
+
+def _zero_row(
+    model: nn.Module, args: TrainingArguments, grad_accumulation: str, gpus: int, steps: int, zero: int
+) -> Row:
+    """The row of a model under DeepSpeed, which has one dtype for all parameters, norms included."""
+    from transformers import Trainer
+
+    model.to(BF16)
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if grad_accumulation != "nearest" or kwargs.get("gradient_release"):
+        raise InputError("grad_accumulation and gradient_release are not supported with DeepSpeed")
+    optimizer = cls(model.parameters(), **kwargs)
+    if any(map(optimizer.orthogonalizes, optimizer.param_groups)):
+        raise InputError("DeepSpeed gives an optimizer flat partitions, and Muon needs matrices; use FSDP2 (no --zero)")
+    divided = zero_memory(expected_memory(model, optimizer), BF16, zero, gpus, steps)
+    kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
+    return Row(args.optim, *divided, fp32_parts={}, kept_in_bf16=kept_in_bf16)
 
 
 def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iterator[Row]:
@@ -159,6 +207,11 @@ def _stock_row(name: str, model: nn.Module, gpus: int, steps: int, state_bytes: 
     trained = [param for param in params if param.requires_grad]
     memory = MemoryUse.of(params, trained, Counter({FP32: sum(map(state_bytes, trained))}))
     return Row(name, memory, _whole_gradients(memory, gpus, steps))
+
+
+def _two_moments(param: Tensor) -> int:
+    """Bytes of the state of torch's AdamW in FP32."""
+    return 8 * param.numel()
 
 
 def _eight_bit(embeddings: Container[int], param: Tensor) -> int:

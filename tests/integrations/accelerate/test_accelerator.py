@@ -22,11 +22,15 @@ from accelerate.utils import (
 )
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
 import hf_lowprec
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
 from hf_lowprec.integrations.accelerate import private_apis
+from hf_lowprec.reduction.fsdp2 import check_nccl
+from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
@@ -107,11 +111,42 @@ def test_what_is_not_supported_of_models_sharded_at_load(sizes, accumulation, me
         built.prepare(model)
 
 
-@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
-def test_other_parallelism_is_refused(size):
+@pytest.mark.parametrize("kind", ["NO", "MULTI_GPU"])
+def test_sums_by_nccl_are_refused_without_fsdp2(kind):
+    with pytest.raises(ValueError, match=rf"reduction='nccl' .*distributed_type={kind}; use FSDP2 .*'rank_order'"):
+        hf_lowprec.prepare_accelerator(accelerator(DistributedType[kind]), reduction="nccl")
+
+
+def test_sums_by_nccl_are_refused_where_fsdp2_would_send_fp32():
+    built = fsdp(fsdp_version=2)
+    with pytest.raises(ValueError, match=r"'nccl' is impossible with grad_accumulation='fp32'.*'rank_order'"):
+        hf_lowprec.prepare_accelerator(built, "fp32", "nccl")
+    built.state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    with pytest.raises(ValueError, match=r"'nccl' is impossible with dp_replicate_size > 1 \(HSDP\).*'rank_order'"):
+        hf_lowprec.prepare_accelerator(built, reduction="nccl")
+
+
+def test_sums_by_nccl_are_refused_without_nccl(two_fake_ranks, monkeypatch):
+    with pytest.raises(ValueError, match=r"'nccl' is impossible: gradients are on 'cpu'.*'rank_order'"):
+        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2), reduction="nccl")
+    with pytest.raises(ValueError, match=r"backend .*fake.*'rank_order'"):
+        check_nccl("cuda")
+    monkeypatch.delattr(FSDPModule, "set_symm_mem_for_comm")
+    with pytest.raises(ValueError, match=r"FSDP2 of torch 2\..*'rank_order'"):
+        check_nccl("cuda")
+
+
+def test_the_report_says_who_sums():
+    for reduction, words in (("rank_order", "FP32 sums over 8"), ("nccl", "FP32 sums by NCCL over 8")):
+        status = ReductionStatus("nearest", reduction, [ReducedModel("FSDP2", 8, ScratchBuffers())])
+        assert str(status) == f"FSDP2: {words} ranks, 16-bit gradients on the wire"
+
+
+@pytest.mark.parametrize(("size", "way_out"), [("cp_size", "need FSDP2"), ("sp_size", "dp_shard_size")])
+def test_other_parallelism_is_refused(size, way_out):
     built = accelerator(DistributedType.MULTI_GPU)
     built.state.parallelism_config = SimpleNamespace(**{size: 2})
-    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*dp_shard_size"):
+    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*{way_out}"):
         hf_lowprec.prepare_accelerator(built)
     assert size == "sp_size" or hasattr(ParallelismConfig(), size)  # accelerate 1.11 has no `sp_size`
 
@@ -241,6 +276,8 @@ def test_preparing_twice_changes_nothing():
     assert methods == (built.prepare, built.prepare_model, built.clip_grad_norm_)
     with pytest.raises(ValueError, match="was already prepared with grad_accumulation='nearest'"):
         hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+    with pytest.raises(ValueError, match="was already prepared with reduction='rank_order'"):
+        hf_lowprec.prepare_accelerator(built, reduction="nccl")
 
 
 def test_a_model_that_was_prepared_is_left_alone(monkeypatch):

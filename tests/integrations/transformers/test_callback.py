@@ -125,10 +125,20 @@ def test_optim_args_win_over_the_callback(tmp_path, capsys):
     assert "an FP32 sum, 4 bytes per parameter" in capsys.readouterr().out
 
 
+def test_sums_by_nccl_are_requested_in_either_place_and_never_replaced(tmp_path):
+    callback = hf_lowprec.LowPrecisionCallback(reduction="nccl")
+    for settings in ({"callbacks": [callback]}, {"optim_args": "reduction=nccl"}):
+        with pytest.raises(ValueError, match="reduction='nccl' is a reduce-scatter of FSDP2"):
+            trained(tmp_path, optim="adamw_bf16_sr", **settings)
+    trained(tmp_path, optim="adamw_bf16_sr", optim_args="reduction=rank_order", callbacks=[callback], max_steps=1)
+    assert callback.reduction.reduction == "rank_order"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("grad_accumulation=fp64", "grad_accumulation='fp64' is unknown; valid are 'nearest', 'kahan', 'fp32'"),
+        ("reduction=ring", "reduction='ring' is unknown; valid are 'rank_order', 'nccl'"),
         ("check_replicas_every=often", "check_replicas_every='often' cannot be parsed; use an integer"),
         ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
     ],

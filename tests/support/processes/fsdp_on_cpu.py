@@ -10,13 +10,17 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pa
 
 
 def accelerator_arguments(kind: str, **options: Any) -> dict[str, Any]:
-    """Arguments of `Accelerator` for "ddp", "fsdp2", or "hsdp" with two replicas; `options` are those of FSDP."""
+    """Arguments of `Accelerator` for "ddp", "fsdp2", "hsdp" with two replicas, or "cp" with two ranks per sequence.
+
+    `options` are those of FSDP.
+    """
     arguments: dict[str, Any] = {}
     if kind != "ddp":
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
-    if kind == "hsdp":
+    if kind in ("hsdp", "cp"):
         shards = int(os.environ["WORLD_SIZE"]) // 2
-        arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=shards)
+        two = {"dp_replicate_size": 2} if kind == "hsdp" else {"cp_size": 2}
+        arguments["parallelism_config"] = ParallelismConfig(dp_shard_size=shards, **two)
     return arguments
 
 
