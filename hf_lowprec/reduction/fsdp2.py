@@ -152,7 +152,7 @@ def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order"
     scratch = ScratchBuffers()
     group_fp32_parameters(model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, group in ((module, group) for module in sharded for group in parameter_groups(module)):
+    for module, group in [(owner, group) for owner in sharded for group in parameter_groups(owner)]:
         params = trained_parameters(group)
         if not params:
             continue

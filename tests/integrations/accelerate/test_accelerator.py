@@ -88,7 +88,7 @@ def test_a_residual_is_refused_under_fsdp2():
 
 def test_tensor_parallelism_of_accelerate_is_refused():
     built = accelerator(DistributedType.MULTI_GPU)
-    built.state.parallelism_config = SimpleNamespace(tp_size=2, dp_replicate_enabled=False)
+    built.state.parallelism_config = SimpleNamespace(tp_size=2, cp_enabled=False)
     hf_lowprec.prepare_accelerator(built)
     with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=2\).*DistributedConfig\(tp_size=2\)"):
         built.prepare(torch.nn.Linear(2, 2))
