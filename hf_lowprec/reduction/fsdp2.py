@@ -24,7 +24,7 @@ from hf_lowprec.reduction.private_torch_apis import (
     group_fp32_parameters,
     parameter_groups,
     reduce_scatter_of,
-    reduce_scatters_of_bf16,
+    reduce_scatters,
     replicates_shards,
     set_reduce_scatter,
     take_divisor,
@@ -151,27 +151,44 @@ def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order"
     by_nccl = check_reduction(reduction) == "nccl"
     scratch = ScratchBuffers()
     group_fp32_parameters(model)
-    for module in model.modules():
-        groups = parameter_groups(module) if isinstance(module, FSDPModule) else ()
-        for group in filter(trained_parameters, groups):
-            param = trained_parameters(group)[0]
-            fp32_output = replicates_shards(group) or param.dtype == torch.float16
-            if by_nccl:
-                check_nccl(param.device_mesh.device_type)
-                if fp32_output:
-                    raise _not_by_nccl("FP16 gradients and shards with replicas (HSDP) would be sent in FP32")
-                continue
-            # FSDP2 divides by a number that was set (for experts) after the sum: a second rounding.
-            divisor = None if fp32_output else take_divisor(group)
-            if isinstance(earlier := reduce_scatter_of(group), FP32ReduceScatter):
-                divisor = earlier.divisor
-            set_reduce_scatter(group, FP32ReduceScatter(param.dtype, scratch, fp32_output, divisor))
-        if by_nccl and any(map(trained_parameters, groups)):
-            _let_nccl_sum(module)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, group in [(owner, group) for owner in sharded for group in parameter_groups(owner)]:
+        params = trained_parameters(group)
+        if not params:
+            continue
+        dtype = params[0].dtype
+        fp32_output = replicates_shards(group) or dtype == torch.float16
+        if by_nccl:
+            device_type = params[0].device_mesh.device_type
+            check_nccl(device_type)
+            if fp32_output:
+                raise _not_by_nccl("FP16 gradients and shards with replicas (HSDP) would be sent in FP32")
+            _let_nccl_sum(module, device_type, dtype)
+            continue
+        # FSDP2 divides by a number that was set (for experts) after the sum, which would round again. An earlier
+        # call of this function has taken the number already.
+        taken = getattr(reduce_scatter_of(group), "divisor", None)
+        divisor = None if fp32_output else take_divisor(group) or taken
+        set_reduce_scatter(group, FP32ReduceScatter(dtype, scratch, fp32_output, divisor))
     return scratch
 
 
-def _let_nccl_sum(module: Any) -> None:
+def reshard_after_evaluation(model: nn.Module) -> None:
+    """Let FSDP2 free all gathered parameters of `model` after each forward pass without gradients.
+
+    It leaves some gathered for a backward pass, in the place of those that optimizers and checkpoints refer to.
+    """
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    model.register_forward_hook(reshard)
+
+
+def _let_nccl_sum(module: FSDPModule, device_type: str, dtype: torch.dtype) -> None:
     """Let FSDP2 communicate in symmetric memory, for which NCCL has FP32 sums.
 
     Raises:
@@ -179,8 +196,8 @@ def _let_nccl_sum(module: Any) -> None:
     """
     module.set_force_sum_reduction_for_comms(True)  # NCCL has no such kernel for means, and torch does not ask for one
     module.set_symm_mem_for_comm()
-    for reduce_scatter, group, count, device_type in reduce_scatters_of_bf16(module):
-        if not _sums_in_fp32(reduce_scatter, group, count, torch.device(device_type)):
+    for reduce_scatter, group, count in reduce_scatters(module):
+        if dtype == torch.bfloat16 and not _sums_in_fp32(reduce_scatter, group, count, torch.device(device_type)):
             raise _not_by_nccl(
                 f"NCCL sums {count * group.size():,} BF16 numbers over {group.size()} ranks in BF16, as it does for "
                 "GPUs without NVLink between them and without GPU memory that all ranks can map"
@@ -208,21 +225,6 @@ def _sums_in_fp32(reduce_scatter: Any, group: dist.ProcessGroup, count: int, dev
     agrees = (received == sums).all().int()
     dist.all_reduce(agrees, dist.ReduceOp.MIN, group=group)
     return bool(agrees)
-
-
-def reshard_after_evaluation(model: nn.Module) -> None:
-    """Let FSDP2 free all gathered parameters of `model` after each forward pass without gradients.
-
-    It leaves some gathered for a backward pass, in the place of those that optimizers and checkpoints refer to.
-    """
-
-    def reshard(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
-    model.register_forward_hook(reshard)
 
 
 def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:

@@ -65,18 +65,11 @@ def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
     )
 
 
-def reduce_scatters_of_bf16(module: FSDPModule) -> Iterator[tuple[Any, dist.ProcessGroup, int, str]]:
-    """The reduce-scatters of a module that FSDP2 has sharded, if they get BF16 gradients.
-
-    Yields:
-        Each with its ranks, the number of elements that it leaves, and the type of their device.
-    """
+def reduce_scatters(module: FSDPModule) -> Iterator[tuple[Any, dist.ProcessGroup, int]]:
+    """The reduce-scatters of a module that FSDP2 has sharded: each with its ranks and the elements that it leaves."""
     for group in parameter_groups(module):
-        trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-        if trained and trained[0].sharded_param.dtype == torch.bfloat16:
-            count = sum(math.prod(param.padded_sharded_param_size) for param in trained)
-            device_type = trained[0].sharded_param.device_mesh.device_type
-            yield group._reduce_scatter_comm, group._reduce_scatter_process_group, count, device_type
+        sizes = (param.padded_sharded_param_size for param in group.fsdp_params if param.sharded_param.requires_grad)
+        yield group._reduce_scatter_comm, group._reduce_scatter_process_group, sum(map(math.prod, sizes))
 
 
 def replicates_shards(group: Any) -> bool:

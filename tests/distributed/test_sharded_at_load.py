@@ -33,10 +33,13 @@ def run(setup: str, action: str, options: str, folder) -> None:
     assert "agrees" in run_ranks("sharded_at_load.py", ranks, action, kind, sizes, options, str(folder))
 
 
+MORE = pytest.param("adamw_bf16_split,adamw_bf16_kahan,muon_bf16_split", marks=pytest.mark.every_case)
+
+
 @setups("FSDP2 x TP x EP")
-def test_steps_are_those_of_the_whole_model(tmp_path, setup):
+@pytest.mark.parametrize("modes", ["adamw_bf16_split:int8,adamw_bf16_sr", MORE])
+def test_steps_are_those_of_the_whole_model(tmp_path, setup, modes):
     """Given the same gradients, bit for bit: weights, states and FP32 estimates; what starts with low bits, too."""
-    modes = "adamw_bf16_split,adamw_bf16_kahan,adamw_bf16_sr,adamw_bf16_split:int8,muon_bf16_split"
     run(setup, "steps", modes, tmp_path)
 
 

@@ -19,8 +19,8 @@ from hf_lowprec.reduction.private_torch_apis import (
     names_ignored_by_ddp,
     parameter_groups,
     reduce_scatter_of,
+    reduce_scatters,
     reduce_scatters_in_16_bits,
-    reduce_scatters_of_bf16,
     replicates_shards,
     set_policy,
     trained_parameters,
@@ -84,9 +84,8 @@ def test_symmetric_memory_reaches_the_reduce_scatter_of_sums_alone(two_fake_rank
         model.set_force_sum_reduction_for_comms(of_sums)
         model.set_symm_mem_for_comm()
         assert reduce_scatters_in_16_bits(model) != of_sums, HERE
-        ((_, group, count, device_type),) = reduce_scatters_of_bf16(model)
-        rows_and_biases = 2 * 5 + 2  # of three each, over two ranks
-        assert (group.size(), count, device_type) == (2, rows_and_biases, "cpu"), HERE
+        ((_, group, count),) = reduce_scatters(model)
+        assert (group.size(), count) == (2, 2 * 5 + 2), HERE  # three rows and three biases, over two ranks
 
 
 def test_replicas_of_shards_are_told_from_tensor_parallelism(two_fake_ranks):

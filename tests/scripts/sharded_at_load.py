@@ -51,7 +51,7 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**SIZE))
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts))
 
 

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.quantized import is_quantized
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import complete_manifest
@@ -111,7 +112,8 @@ def create_optimizer(call: TrainerCall) -> Any:
     """`Trainer.create_optimizer`: first cast what was added to the model since the Trainer was built."""
     _cast_additions(call.trainer, call.arguments.get("model"))
     _warn_of_overwritten_weight_decay(call.trainer)
-    with private_apis.one_group_for_all_meshes() if _builds_ours(call.trainer) else nullcontext():
+    sharded = is_sharded_at_load(call.trainer.model) and _builds_ours(call.trainer)
+    with private_apis.one_group_for_all_meshes() if sharded else nullcontext():
         return call.proceed()
 
 
