@@ -46,7 +46,7 @@ def engine_of(stage: int, rounding: str, stock: bool = False, looks: bool = True
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,  # 1 by default
         "bf16": {"enabled": True, "check_grad_overflow": looks},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1500},  # of 1024, 2048 or 3072
     }
     if stock:
         config["zero_allow_untested_optimizer"] = True
