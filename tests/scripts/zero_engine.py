@@ -99,7 +99,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def check_resume(folder: str, stage: int) -> None:
     """The rest of a run is the same if it is resumed, and the checkpoint holds its FP32 weights."""
-    rounding = {1: "kahan", 2: "split24", 3: "split"}[stage]
+    rounding = {1: "split24", 2: "split", 3: "kahan"}[stage]
     whole, gradients = engine_of(stage, rounding), []
     train(whole, range(SAVED), gradients)
     whole.save_checkpoint(folder)

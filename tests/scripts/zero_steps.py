@@ -183,12 +183,18 @@ def check(case: dict[str, Any]) -> None:
     dtypes = {case["state_dtype"], None} if case["state_dtype"] == torch.int8 else {case["state_dtype"]}
     references = {dtype: build(case, dtype, max_grad_norm=case["clip"] or None)[2] for dtype in dtypes}
     engine, *_ = initialize_deepspeed(model, optimizer, configuration(case))
+    stepped: dict[Any, Tensor] = {}
+    optimizer.before_part.append(
+        lambda _: stepped.update({flat_part(p): p.grad.clone() for p in params_of(optimizer) if p.grad is not None})
+    )
     for step in range(STEPS):
         micro_batches = []
         for micro_batch in range(2 if case["accumulated"] else 1):
             engine.backward(engine(**batch_of(batch, rank, step, micro_batch)).loss)
             engine.step()
             micro_batches.append(gathered([own.pop(k) for k in range(len(params))]))
+        if not case["accumulated"]:
+            compare_with_fp64(stepped, micro_batches[0])
         for reference in references.values():
             for param, *parts in zip(params_of(reference), *micro_batches, strict=True):
                 param.grad = reduced(parts, param.dtype, case).view(param.shape)
@@ -203,6 +209,17 @@ def check(case: dict[str, Any]) -> None:
                 expected = torch.where(in_8_bits[k].view(param.shape), expected, params_of(references[None])[k])
             assert torch.equal(param, expected), k
     engine.destroy()
+
+
+def compare_with_fp64(stepped: dict[Any, Tensor], per_rank: list[list[Tensor]]) -> None:
+    """The gradients that were stepped are off the exact means by one rounding to BF16, at most 2^-8 of them,
+    and by n roundings of an FP32 sum of n terms and its quotient, each at most 2^-24 of all terms together."""
+    for part, gradient in stepped.items():
+        where = slice(part.start, part.start + gradient.numel())
+        terms = torch.stack([whole[where].bfloat16().double() for whole in per_rank[part.number]])
+        exact, ranks = terms.mean(0), len(terms)
+        bound = 2**-8 * exact.abs() + (1 + 2**-8) * ranks * 2**-24 * terms.abs().sum(0) / ranks
+        assert ((gradient.double() - exact).abs() <= bound).all(), part
 
 
 def compare_parts(optimizer: Any, references: dict[Any, Any], state_dtype: torch.dtype | None) -> list[Tensor]:
