@@ -23,6 +23,7 @@ from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
+from hf_lowprec.optim.sharding import place_gradients
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
@@ -298,6 +299,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         self._check_groups()
+        place_gradients(params_of(self))
         if self._clipping.pending is not None:
             self._clipping.match(self._gradients())
         return self._plan_with_gradients(clipped=self.limit is not None)
@@ -463,6 +465,7 @@ class LowPrecisionOptimizer(Algorithm):
     @without_grad
     def _compute_norm(self, max_norm: float | None) -> PendingClip:
         """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
+        place_gradients(params_of(self))
         grads = self._gradients()
         self._clipping.match(grads)
         if max_norm is not None and not self._clipping.clips and has_views(grads):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.private_torch_apis import local_tensors
+from hf_lowprec.optim.private_torch_apis import dtensor_of_blocks, local_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -170,6 +170,19 @@ def check_placements(tensor: Tensor, name: str) -> None:
                 raise ValueError(f"{name} is placed as {placement}; only sharded and replicated DTensors are supported")
 
 
+def place_gradients(params: Sequence[Tensor]) -> None:
+    """Give every gradient that is a DTensor the placements of its parameter, by communication between its ranks.
+
+    Tensor parallelism leaves some gradients replicated (of an embedding that is sharded by rows), and others as parts
+    of a sum (of a norm that every rank applies to some of the tokens).
+    """
+    for param in params if not {*map(type, params)} <= {Tensor, torch.nn.Parameter} else ():
+        grad: Any = param.grad
+        if is_sharded(param) and is_sharded(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
+            with torch.no_grad():
+                param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+
+
 def shard_length(tensor: Tensor, dim: int) -> int:
     """The largest number of elements that a rank holds of dimension `dim`; the same on all ranks."""
     length = tensor.shape[dim]
@@ -211,6 +224,34 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
         for begin, count in _consecutive_ranges(indices[last_sharded]):
             yield ContiguousRun(local_start, count * width, row_start + begin * width)
             local_start += count * width
+
+
+def checkpointable(tensor: Any) -> Any:
+    """A tensor of the same memory that torch.distributed.checkpoint saves and loads correctly.
+
+    It describes the shard of every DTensor as one block of the full tensor. With strided placements, as of fused
+    weights under tensor parallelism, a shard consists of several.
+
+    Args:
+        tensor: a DTensor; anything else is returned as it is, as are DTensors without strided placements.
+    """
+    if not is_sharded(tensor) or all(not hasattr(p, "split_factor") for p in tensor.placements) or not tensor.dim():
+        return tensor
+    shard = local_shard(tensor.detach())
+    if not shard.numel():
+        return tensor
+    of_dims = []
+    for dim in range(tensor.dim()):
+        starts, ranges = 0, []
+        for first, count in _consecutive_ranges(_local_indices(tensor, dim)):
+            ranges.append((starts, count, first))
+            starts += count
+        of_dims.append(ranges)
+    blocks, offsets = [], []
+    for block in product(*of_dims):
+        blocks.append(shard[tuple(slice(start, start + count) for start, count, _ in block)])
+        offsets.append(tuple(first for _, _, first in block))
+    return dtensor_of_blocks(blocks, offsets, tensor)
 
 
 def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:

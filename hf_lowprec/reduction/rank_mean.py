@@ -20,7 +20,7 @@ CHUNK = 1 << 18
 """Elements summed at once: they fit a core's cache. Smaller chunks would cost more in calls than they save."""
 
 
-def mean_in_rank_order(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
+def mean_in_rank_order(per_rank: Tensor, divisor: float, out: Tensor) -> Tensor:
     """Compute `out = round((per_rank[0] + per_rank[1] + …) / divisor)`, added from left to right in a wider dtype.
 
     Args:

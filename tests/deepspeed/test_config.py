@@ -70,7 +70,7 @@ def test_kahan_accumulation():
         state=SimpleNamespace(deepspeed_plugin=plugin),
     )
     check_supported(accelerator, "fp32", "rank_order")
-    with pytest.raises(ValueError, match="grad_accumulation='kahan' is not supported with DeepSpeed.*use 'fp32' or"):
+    with pytest.raises(ValueError, match=r"grad_accumulation='kahan' is not supported with DeepSpeed.*use 'fp32' or"):
         check_supported(accelerator, "kahan", "rank_order")
 
 

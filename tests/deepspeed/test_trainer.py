@@ -43,7 +43,9 @@ def test_a_resumed_run_ends_with_the_same_bits(kind, whole):
     assert f"set in DeepSpeed's configuration: {flags}" in before["report"]
     shutil.rmtree(folder / "checkpoint-4")
     after = trained(kind, folder, "--resume_from_checkpoint", "True")
-    assert [after[key] for key in ("digest", "losses", "norms")] == [before[key] for key in ("digest", "losses", "norms")]
+    assert [after[key] for key in ("digest", "losses", "norms")] == [
+        before[key] for key in ("digest", "losses", "norms")
+    ]
 
 
 def test_stages_train_alike(whole):

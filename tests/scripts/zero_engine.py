@@ -197,7 +197,10 @@ def main(folder: str) -> None:
             for each in CHECKS if dist.get_world_size() == 2 else ():
                 each(f"{folder}/{each.__name__} {stage}", stage)
             if dist.get_world_size() == 3:
-                check_refused(f"{folder}/check_resume {stage}", stage, "was saved by 2 ranks, and this run has 3", contents)
+                check_refused(
+                    f"{folder}/check_resume {stage}", stage, "was saved by 2 ranks, and this run has 3", contents
+                )
+
     gc.collect()
     gc.freeze()
     run_worlds(check, (2, 3))

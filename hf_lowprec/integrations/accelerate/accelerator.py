@@ -26,7 +26,11 @@ from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
-from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.accelerate.unsupported import (
+    check_sharded_at_load,
+    check_sizes,
+    check_supported,
+)
 from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
@@ -38,9 +42,18 @@ from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
-from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction, fp32_modules, reduce_scatter_in_fp32, shard_together
+from hf_lowprec.reduction.fsdp2 import (
+    Reduction,
+    check_reduction,
+    fp32_modules,
+    reduce_scatter_in_fp32,
+    reshard_after_evaluation,
+    shard_together,
+)
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
+from hf_lowprec.reduction.private_torch_apis import set_policy
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
+from hf_lowprec.reduction.replicated_parameters import PartialGradients, average_gradients
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
@@ -241,10 +254,12 @@ def _prepare(
     """`Accelerator.prepare`, which is where FSDP2 shards a model.
 
     Raises:
-        ValueError: the model cannot be sharded in groups of one dtype.
+        ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
         RuntimeError: the ranks' models or settings differ.
     """
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+    if model is not None:
+        check_sharded_at_load(accelerator, model)
     if not accelerator.is_fsdp2 or model is None or model in prepared_models:
         return original(*args, **kwargs)
     _return_float32_if_cast(model)
@@ -298,6 +313,11 @@ def _prepare_model(
     if model in prepared_models:
         return original(model, *args, **kwargs)
     _return_float32_if_cast(model)
+    if private_apis.is_sharded_at_load(model):
+        _reduce_sharded_at_load(accelerator, reduction, model)
+        prepared = original(model, device_placement=False, evaluation_mode=True)  # neither wrapped nor sharded again
+        prepared_models.update((model, prepared))
+        return prepared
     if is_evaluation(*args, **kwargs):
         with private_apis.prepared_again_later(model):
             return original(model, *args, **kwargs)
@@ -320,6 +340,53 @@ def _prepare_model(
     _forbid_later_cast(model)
     prepared_models.update((model, prepared))
     return prepared
+
+
+def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
+    """Let gradients be summed in FP32 of a model that transformers has sharded over a device mesh while loading it.
+
+    FSDP2 reduces the gradients of what it has sharded. Those of what tensor and expert parallelism alone have sharded
+    are complete on their ranks. The others are summed here.
+
+    Raises:
+        ValueError: the gradients of micro-batches cannot be accumulated as requested, or parallelism is not supported.
+        RuntimeError: the ranks' models or settings differ.
+    """
+    sizes: Any = model.config.distributed_config  # type: ignore[union-attr]
+    check_sizes(sizes, reduction.grad_accumulation)
+    _compare_models(accelerator, reduction, model)
+    for module, group, forward in private_apis.partial_gradients(model):
+        partial = PartialGradients(module, group)
+        partial.watch()
+        module.forward = functools.partial(_watching, partial, forward)
+    if reduction.grad_accumulation != "nearest":  # of what FSDP2 has not sharded
+        reduction.accumulators.append(GradientAccumulator(model, reduction.grad_accumulation))
+    if sizes.dp_size > 1:
+        dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
+        in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or reduction.grad_accumulation == "fp32"
+        set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
+        scratch = reduce_scatter_in_fp32(model)
+        reshard_after_evaluation(model)
+        wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
+        reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
+    if accelerator.num_processes > 1:
+        average_gradients(private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator))
+    if sizes.tp_size > 1:
+        reduction.notes.append(
+            f"tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits, by torch"
+        )
+
+
+def _is_last(accelerator: Accelerator) -> bool:
+    """Return whether a backward pass is that of the last micro-batch."""
+    return bool(accelerator.sync_gradients)
+
+
+def _watching(partial: PartialGradients, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of a module with partial gradients, whose parameters FSDP2 may have gathered for the first time."""
+    if torch.is_grad_enabled():
+        partial.watch()
+    return forward(*args, **kwargs)
 
 
 def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
@@ -361,8 +428,14 @@ def _prepare_optimizer(
     Raises:
         ValueError: the optimizer releases gradients that the accelerator would accumulate.
     """
+    release = gradient_release_of(unwrap_optimizer(optimizer))
+    if release and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(comparison.accelerator))):
+        raise ValueError(
+            "gradient_release=True steps in every backward pass, before the gradients of a model sharded at load "
+            "(DistributedConfig) are complete; remove it"
+        )
     steps = comparison.accelerator.gradient_accumulation_steps
-    if gradient_release_of(unwrap_optimizer(optimizer)) and steps > 1:
+    if release and steps > 1:
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"

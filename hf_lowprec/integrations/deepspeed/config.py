@@ -1,9 +1,11 @@
-"""DeepSpeed's configuration: the flags that our optimizers need, and what is not supported."""
+"""What DeepSpeed supports: the flags that our optimizers need, settings and optimizers that are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from hf_lowprec.optim import LowPrecisionOptimizer
 
 BF16_FLAGS = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
 """With these, DeepSpeed gives an optimizer its partition in BF16; without the last two, an FP32 copy of it."""
@@ -72,3 +74,16 @@ def check_config(config: Mapping[str, Any]) -> None:
     for key, (value, effect) in unsupported.items():
         if value:
             raise ValueError(f"{key}={value!r} in DeepSpeed's configuration {effect}; remove it")
+
+
+def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
+    """Raise ValueError if DeepSpeed cannot step `optimizer`."""
+    name = type(optimizer).__name__
+    if optimizer.tensor_mean is not None or any(map(optimizer.orthogonalizes, optimizer.param_groups)):
+        raise ValueError(
+            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
+        )
+    if optimizer.gradient_release:
+        raise ValueError("gradient_release=True: DeepSpeed averages gradients after the backward pass; remove it")
+    if optimizer.state:
+        raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

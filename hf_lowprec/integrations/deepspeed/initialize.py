@@ -17,7 +17,7 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_bits
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
-from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes
+from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes, shares_experts
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.rounding import dtype_name
@@ -65,6 +65,10 @@ def initialize_deepspeed(
     with returned_on_error(model, low_bits), keeping_dtypes():
         engine, zero, loader, scheduler = deepspeed.initialize(
             model=model, optimizer=partitioned, config=config, **kwargs
+        )
+    if shares_experts(zero):
+        raise ValueError(
+            "deepspeed.moe.layer.MoE partitions its experts in another way; use the experts of transformers' models"
         )
     partitioned.partition(zero)
     partitioned.give_low_bits(low_bits, shapes)

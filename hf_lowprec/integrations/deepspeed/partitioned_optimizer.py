@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.integrations.carry_low_bits import TakenLowBits, low_bits_of_rank_0
 from hf_lowprec.integrations.deepspeed import private_apis
+from hf_lowprec.integrations.deepspeed.config import check_optimizer
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import FlatPart, part_of, set_flat_part
@@ -45,9 +46,14 @@ class _SharedGroup(MutableMapping[str, Any]):
     DeepSpeed replaces the parameters by its partitions. Learning rates may be set in either of the two.
     """
 
-    def __init__(self, group: dict[str, Any], dtype: torch.dtype) -> None:
-        self.shared = group
-        self._params = {"params": [param for param in group["params"] if param.dtype == dtype]}
+    def __init__(self, optimizer: torch.optim.Optimizer, position: int, dtype: torch.dtype) -> None:
+        self._optimizer, self._position = optimizer, position
+        self._params = {"params": [param for param in self.shared["params"] if param.dtype == dtype]}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The group itself; loading a state dict replaces it."""
+        return self._optimizer.param_groups[self._position]
 
     def _of(self, key: str) -> dict[str, Any]:
         return self._params if key == "params" else self.shared
@@ -85,7 +91,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(params, {})
         self.optimizer = optimizer
-        shared = (_SharedGroup(group, dtype) for dtype in _DTYPES for group in optimizer.param_groups)
+        positions = range(len(optimizer.param_groups))
+        shared = [_SharedGroup(optimizer, position, dtype) for dtype in _DTYPES for position in positions]
         self.param_groups = [group for group in shared if group["params"]]  # type: ignore[misc]
         names = {id(param): name for name, param in model.named_parameters()}
         self._identities = {id(param): (number, names.get(id(param), "")) for number, param in enumerate(params)}
@@ -194,11 +201,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Load what `state_dict` has returned, after `check_saved`."""
         own = {key: value for key, value in state_dict.items() if key not in (PARTS, WEIGHTS)}
-        before = map(id, self.optimizer.param_groups)
-        self.optimizer.load_state_dict(own)  # which replaces its groups
-        replaced = dict(zip(before, self.optimizer.param_groups, strict=True))
-        for group in self.param_groups:
-            group.shared = replaced[id(group.shared)]  # type: ignore[attr-defined]
+        self.optimizer.load_state_dict(own)
         self._weights = state_dict[WEIGHTS]
 
     def _fp32_weights(self, saved: list[Tensor]) -> list[Tensor]:
@@ -231,16 +234,3 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             part = part_of(param)
             described.append((part.number, tuple(part.shape), part.start, param.numel()))
         return described
-
-
-def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
-    """Raise ValueError if DeepSpeed cannot step `optimizer`."""
-    name = type(optimizer).__name__
-    if optimizer.tensor_mean is not None or any(map(optimizer.orthogonalizes, optimizer.param_groups)):
-        raise ValueError(
-            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
-        )
-    if optimizer.gradient_release:
-        raise ValueError("gradient_release=True: DeepSpeed averages gradients after the backward pass; remove it")
-    if optimizer.state:
-        raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

@@ -53,6 +53,11 @@ class Partition(NamedTuple):
     pieces: list[Piece]
 
 
+def shares_experts(zero: Any) -> bool:
+    """Return whether the model has DeepSpeed's own layers of experts, which are on some of the ranks each."""
+    return bool(getattr(zero, "has_moe_layers", False))
+
+
 def is_stage_3(zero: Any) -> bool:
     """Return whether a ZeRO optimizer also partitions the parameters."""
     return isinstance(zero, DeepSpeedZeroOptimizer_Stage3)

@@ -91,10 +91,10 @@ def _inside_deepspeed(params: list[Tensor], optimizer: LowPrecisionOptimizer) ->
         return None
     copies = "" if params[0].dtype in LOW_PRECISION_DTYPES else ", and weights and states are copied to FP32"
     return (
-        f"DeepSpeed steps partitions of the parameters with this {type(optimizer).__name__}, which takes them for whole "
-        "ones: all ranks draw the same random bits, gradients are summed in 16 bits, clipping rounds them"
-        f"{copies}. Call hf_lowprec.initialize_deepspeed(model, optimizer, config) in place of deepspeed.initialize, or "
-        "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare"
+        f"DeepSpeed steps partitions of the parameters with this {type(optimizer).__name__}, which takes them for "
+        "whole ones: all ranks draw the same random bits, gradients are summed in 16 bits, clipping rounds them"
+        f"{copies}. Call hf_lowprec.initialize_deepspeed(model, optimizer, config) in place of deepspeed.initialize; "
+        "with Accelerate, call hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare"
     )
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: F401
 
 import hf_lowprec.integrations  # noqa: F401
-import tests.support.processes.ranks  # noqa: F401
+import tests.support.processes.ranks
 
 with contextlib.suppress(ImportError):  # it is optional
     import tests.support.processes.deepspeed_on_cpu  # noqa: F401
