@@ -70,7 +70,8 @@ def cases() -> list[dict[str, Any]]:
     if EVERY_CASE:
         return [drawn[k] for k in covering(drawn, 3)]
     few = [case for case in drawn if case["ranks"] < 4]
-    return [*(few[k] for k in covering(few, 2)), *(next(c for c in drawn if c["ranks"] == ranks) for ranks in (4, 8))]
+    many = [next(case for case in drawn if case["ranks"] == ranks and not case["accumulated"]) for ranks in (4, 8)]
+    return [*(few[k] for k in covering(few, 2)), *many]
 
 
 def groups_of(model: nn.Module, several: bool) -> list[dict[str, Any]]:
