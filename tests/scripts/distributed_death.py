@@ -1,7 +1,7 @@
 """One of several ranks dies, or stops, in the middle of a backward pass.
 
-distributed_death.py trainer|ddp|fsdp2|zero2|zero3 SIGKILL|SIGSTOP TIMEOUT_IN_SECONDS OUTPUT_DIR; started once per rank, without a
-launcher, which would end the others by itself.
+distributed_death.py trainer|ddp|fsdp2|zero2|zero3 SIGKILL|SIGSTOP TIMEOUT_IN_SECONDS OUTPUT_DIR; started once per rank,
+without a launcher, which would end the others by itself.
 """
 
 import os

@@ -223,7 +223,6 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for part, weight in zip(self._params(), self._weights, strict=bool(self._weights)):
             part.copy_(weight)
         self._weights = []
-        private_apis.show_weights_to_model(self._zero)
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

@@ -128,13 +128,6 @@ def step_weights_in_place(zero: Any) -> None:
         flat.data = zero.parallel_partitioned_bit16_groups[k][rank].data
 
 
-def show_weights_to_model(zero: Any) -> None:
-    """Give the model the weights of the partitions, after these were changed outside of a step, as a step does."""
-    if is_stage_3(zero):
-        for k in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(k)
-
-
 def take_clip_grad(zero: Any) -> float:
     """Return the norm to which a ZeRO optimizer clips, 0 for none, and make it clip no more."""
     limit, zero.clip_grad = float(zero.clip_grad), 0.0
