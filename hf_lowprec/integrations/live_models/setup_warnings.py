@@ -86,7 +86,7 @@ def _warn_if_found(find: Callable[..., str | None], params: list[Tensor], *furth
 
 def _inside_deepspeed(params: list[Tensor], optimizer: LowPrecisionOptimizer) -> str | None:
     """Warn if `deepspeed.initialize` was called with the optimizer itself, whose `params` are partitions then."""
-    engines = (one for one in gc.get_objects() if type(one).__module__.startswith("deepspeed.runtime."))
+    engines = (one for one in gc.get_objects() if str(type(one).__module__).startswith("deepspeed.runtime."))
     if not any(getattr(one, "optimizer", None) is optimizer for one in engines):
         return None
     copies = "" if params[0].dtype in LOW_PRECISION_DTYPES else ", and weights and states are copied to FP32"
