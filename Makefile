@@ -5,12 +5,14 @@ WORKERS ?= 3
 ARGS    ?=
 PINS    ?= -c constraints.txt
 
+DEEPSPEED := deepspeed einops hjson msgpack ninja py-cpuinfo
+
 BIN   := .venv/bin
 STAMP := .venv/.installed
 CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-all test-fast test-oldest test-gpu test-hosts mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
+.PHONY: help .venv drawings demo test test-all test-deepspeed test-fast test-oldest test-gpu test-hosts mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,10 +43,21 @@ drawings: $(STAMP) ## the drawings of the documentation, into docs/images
 
 test: lint format-check ## everything CI checks
 	@$(MAKE) --no-print-directory -j 2 typecheck pytest
+	@$(MAKE) --no-print-directory test-deepspeed
 
 # Tests start processes by the dozen, which need not compile this package's modules again, whatever the environment says.
 pytest: $(STAMP) ## the tests alone
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Beside .venv, because accelerate imports DeepSpeed wherever it is, and takes a second for it in every process.
+.deepspeed/.installed: constraints.txt $(STAMP)
+	@rm -rf .deepspeed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) --no-deps --target .deepspeed $(DEEPSPEED)
+	@touch $@
+
+test-deepspeed: .deepspeed/.installed ## the tests that need DeepSpeed, which is installed for them alone
+	PYTHONPATH=$(CURDIR)/.deepspeed PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	  tests/deepspeed $(ARGS)
 
 test-all: export HF_LOWPREC_EVERY_CASE = 1
 test-all: pytest ## the tests with all of their cases: takes three times as long
@@ -72,8 +85,8 @@ test-gpu: ## the step's tests on the GPU of this machine
 test-hosts: $(STAMP) ## train with programs that build on this package, each in an environment of its own
 	$(BIN)/python -m tests.hosts $(ARGS)
 
-mutants: $(STAMP) ## plant faults in copies of the package: the tests must notice each
-	@$(BIN)/python -m tools.mutants $(ARGS)
+mutants: .deepspeed/.installed ## plant faults in copies of the package: the tests must notice each
+	@PYTHONPATH=$(CURDIR)/.deepspeed $(BIN)/python -m tools.mutants $(ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	@$(BIN)/ruff check $(CODE)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.casting import CastReport, cast_model, return_float32
     from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
+    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
@@ -37,6 +38,7 @@ _DEFINED_IN = {
     "export_checkpoint": "tools.export.checkpoint_export",
     "fp32_state_dict": "optim.state.low_bits",
     "hidden_matrices": "optim.algorithms._hidden_matrices",
+    "initialize_deepspeed": "integrations.deepspeed.initialize",
     "keep_low_bits": "optim.state.low_bits",
     "LowPrecisionCallback": "integrations.transformers.callback",
     "PrecisionMonitor": "monitor.precision_monitor",
@@ -66,6 +68,7 @@ __all__ = [
     "export_checkpoint",
     "fp32_state_dict",
     "hidden_matrices",
+    "initialize_deepspeed",
     "keep_low_bits",
     "optimizer_factory",
     "prepare_accelerator",

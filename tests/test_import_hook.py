@@ -84,8 +84,15 @@ def test_a_module_that_fails_fails_as_always(module, tmp_path):
     assert module not in sys.modules
 
 
-def test_trainer_is_prepared_where_this_package_is_the_first_to_import_it():
-    code = "import hf_lowprec; hf_lowprec.save_pretrained; from transformers import Trainer; print(Trainer.__init__)"
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import hf_lowprec; hf_lowprec.save_pretrained",
+        "import hf_lowprec.integrations.transformers.checkpoints.manifest",  # as `hf-lowprec inspect` does
+    ],
+)
+def test_trainer_is_prepared_where_this_package_is_the_first_to_import_it(first):
+    code = f"{first}; from transformers import Trainer; print(Trainer.__init__)"
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -86,7 +86,8 @@ def _start(fault: Fault | None, tests: list[str], folder: Path) -> int:
         sys.path = [str(copy), *(path for path in sys.path if Path(path).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tools")]:
             del sys.modules[name]
-        os.environ |= {"PYTHONPATH": str(copy), "HF_LOWPREC_CACHE": f"{copy}/c", "TRITON_CACHE_DIR": f"{copy}/triton"}
+        path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
+        os.environ |= {"PYTHONPATH": path, "HF_LOWPREC_CACHE": f"{copy}/c", "TRITON_CACHE_DIR": f"{copy}/triton"}
         ids = [test_id for test in tests for test_id in _test_ids(test)]
         code = importlib.import_module("pytest").main(["-xq", "-p", "no:cacheprovider", *ids])
     finally:

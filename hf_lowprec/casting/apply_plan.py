@@ -85,11 +85,12 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
 def _convert(planned: TensorPlan, keep_low_bits: bool) -> bool:
     """Give a tensor its planned dtype. Return whether its low bits are kept."""
     tensor = planned.target.tensor
-    exact = tensor.data
+    stored = getattr(tensor, "ds_tensor", tensor)  # this rank's partition, under DeepSpeed's ZeRO 3
+    exact = stored.data
     if planned.action != "leave":
         convert_in_place(tensor, planned.dtype)
-    has_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, tensor.dtype)
-    return keep_low_bits and has_low_bits and keep_low_bits_of(tensor, exact)
+    has_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, stored.dtype)
+    return keep_low_bits and has_low_bits and keep_low_bits_of(stored, exact)
 
 
 def _restore_rotary_tables(plan: CastPlan, modules: Mapping[str, nn.Module]) -> dict[str, Restoration]:
@@ -144,9 +145,28 @@ def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Mod
 
 def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     """Convert a tensor and its gradient in place, since optimizers and tied modules hold the tensor object."""
+    if hasattr(tensor, "device_mesh"):
+        _convert_dtensor(tensor, dtype)
+        return
     tensor.data = tensor.data.to(dtype)
+    if hasattr(tensor, "ds_tensor"):  # under DeepSpeed's ZeRO 3, which leaves the parameter itself empty
+        tensor.ds_tensor.data = tensor.ds_tensor.data.to(dtype)
     if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(dtype)
+
+
+def _convert_dtensor(tensor: Tensor, dtype: torch.dtype) -> None:
+    """`convert_in_place` for a DTensor, whose description of itself an assignment to `.data` would leave as it is."""
+    if tensor.dtype == dtype:
+        return
+    converted = tensor.detach().to(dtype)
+    if isinstance(tensor, nn.Parameter):
+        converted = nn.Parameter(converted, requires_grad=tensor.requires_grad)
+        converted.grad = None if tensor.grad is None else tensor.grad.to(dtype)
+    attributes = vars(converted)
+    for name, value in vars(tensor).items():  # those of FSDP2 and transformers, for example
+        attributes.setdefault(name, value)
+    torch.utils.swap_tensors(tensor, converted)
 
 
 def install_hooks(model: nn.Module, plan: CastPlan) -> bool:

@@ -6,11 +6,12 @@ from torch import nn
 from hf_lowprec.casting.apply_plan import convert_tensors, install_hooks, remove_cast
 from hf_lowprec.casting.cast_plan import make_plan
 from hf_lowprec.casting.cast_report import CastReport, dtype_totals
-from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks
+from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks, was_cast
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
+from hf_lowprec.casting.private_torch_apis import has_run_under_fsdp2
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def cast_model(
@@ -50,7 +51,8 @@ def cast_model(
     its own 16-bit parameters (`points @ self.weight`), pass those numbers in 16 bits.
 
     Args:
-        model: any module on any device, meta included, before DDP or FSDP wraps it.
+        model: any module on any device, meta included, before DDP or FSDP wraps it. Tensor parallelism may have made
+            DTensors of its parameters, and transformers may have sharded it while loading it (`DistributedConfig`).
         dtype: `torch.bfloat16` or `torch.float16`.
         keep_fp32: one or more entries, each a string or a module class. A string is a case-sensitive glob (`fnmatch`;
             `*` also matches dots) that must match the whole name of a module, parameter or buffer, or everything after
@@ -67,7 +69,7 @@ def cast_model(
     Raises:
         ValueError: `dtype` is unsupported or differs from that of an earlier cast; an entry of `keep_fp32` matches
             nothing, covers quantized weights, or names a tensor that an earlier cast has rounded; the model is already
-            wrapped, sharded or prepared for training.
+            wrapped or prepared for training, or it has run since transformers sharded it.
         TypeError: an entry of `keep_fp32` is neither a string nor a module class.
     """
     check_model_and_dtype(model, dtype)
@@ -115,15 +117,22 @@ def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise ValueError if `dtype` is invalid, differs from an earlier cast's, or the model is wrapped or prepared."""
     if dtype not in LOW_PRECISION_DTYPES:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
+    # transformers shards a model while it loads it, so a cast cannot come before.
+    sharded_at_load = bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    if (tp_size := getattr(model, "tp_size", None) or 1) > 1 and not sharded_at_load:
+        raise ValueError(
+            f"the model is tensor parallel (tp_size={tp_size}), and this version of transformers does not say that it "
+            "was sharded while loading; upgrade transformers to 5.23 and pass from_pretrained a DistributedConfig"
+        )
+    wrappers = _WRAPPERS - {"FSDPModule"} if sharded_at_load else _WRAPPERS
     for module in model.modules():
-        names = {type(tensor).__name__ for tensor in module.parameters(recurse=False)}
-        if wrappers := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):
-            if (tp_size := getattr(model, "tp_size", None) or 1) > 1:
-                raise ValueError(
-                    f"the model is tensor parallel (tp_size={tp_size}); load it without tp_plan, and train with DDP or "
-                    "FSDP2, or in your own loop call parallelize_module after cast_model"
-                )
-            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(wrappers)})")
+        if found := wrappers.intersection(cls.__name__ for cls in type(module).__mro__):
+            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(found)})")
+        if has_run_under_fsdp2(module) and not was_cast(module):
+            raise ValueError(
+                f"cast before the first forward pass: FSDP2 has gathered the parameters of {type(module).__name__} in "
+                "their present dtype"
+            )
         if module in PREPARED_UNCAST:
             raise ValueError(
                 f"cast before prepare: {type(module).__name__} was already prepared for training; call "

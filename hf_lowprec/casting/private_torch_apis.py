@@ -25,6 +25,12 @@ def runs_in_checkpoint() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+def has_run_under_fsdp2(module: nn.Module) -> bool:
+    """Return whether FSDP2 has sharded `module`, and a forward pass has run since: it has noted dtypes by then."""
+    get_state: Any = getattr(module, "_get_fsdp_state", None)
+    return get_state is not None and get_state()._is_root is not None
+
+
 @cache
 def show_cross_entropy_to_modes() -> None:
     """Let `torch.compile` trace an `nn.CrossEntropyLoss` that is built in `forward` as a call of `cross_entropy`.

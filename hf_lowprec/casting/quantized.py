@@ -20,8 +20,7 @@ def is_quantized(tensor: Tensor) -> bool:
 
     The class of a DTensor is that of its shard.
     """
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    tensor = _shard(tensor)
     if type(tensor) not in _PLAIN_CLASSES or type(tensor.data) is not Tensor:
         return True
     if type(tensor) is Tensor and tensor.dim() < 2:
@@ -31,7 +30,12 @@ def is_quantized(tensor: Tensor) -> bool:
 
 def acts_as_fp32(tensor: Tensor) -> bool:
     """Return whether `tensor` is quantized and acts as FP32 in operations, whose other inputs must then be FP32."""
-    return type(tensor.data) is not Tensor and tensor.dtype == torch.float32
+    return type(_shard(tensor).data) is not Tensor and tensor.dtype == torch.float32
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; other tensors as they are."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def holds_quantized_weights(module: nn.Module) -> bool:

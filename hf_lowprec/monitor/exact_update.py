@@ -209,7 +209,7 @@ def _stream_keys(fused_group: FusedGroup) -> Tensor:
 
 def _global_index(fused_group: FusedGroup, samples: ParameterSamples) -> tuple[Tensor, Tensor]:
     """The low and the high words of the sampled elements' indices in the full parameters, int32."""
-    index = samples.positions.cpu()
+    index = samples.positions.to("cpu", copy=True)
     for row, entry in enumerate(fused_group.entries):
         runs = list(contiguous_runs(entry.param))
         if len(runs) > 1 or any(run.global_start for run in runs):

@@ -109,7 +109,8 @@ def _with_states(optimizer: LowPrecisionOptimizer) -> Iterator[tuple[ParamGroup,
 
 def storage_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the plain tensors in which `tensors` are stored on this rank: shards, quantized data and its scales."""
-    for tensor in map(local_shard, tensors):
+    for tensor in tensors:
+        tensor = local_shard(getattr(tensor, "ds_tensor", tensor))  # DeepSpeed's ZeRO 3 leaves the parameter empty
         if type(tensor.data) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             yield from storage_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:

@@ -10,9 +10,11 @@ import inspect
 import logging
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_lowprec.monitor.findings_catalogue import Finding
@@ -20,6 +22,7 @@ from hf_lowprec.monitor.measured_step import MeasuredBlocks, MeasuredStep
 from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, SUMS, StepPrecision
 from hf_lowprec.monitor.training_findings import ENOUGH_MEASUREMENTS, Evidence, find, uncast_matrices
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_release_of
 from hf_lowprec.optim.graph_capture import is_capturing
@@ -101,9 +104,11 @@ class PrecisionMonitor:
         self._running: MeasuredStep | None = None
         self._finished: MeasuredStep | None = None
         self._begun = False
+        self._part_was_stepped = False
+        self._measured_dtypes: list[torch.dtype] = []
         self._watch_parameters()
-        if self._release is not None:
-            self._release.before_bucket.append(self._run_before_bucket)
+        if isinstance(self.optimizer, LowPrecisionOptimizer):
+            self.optimizer.before_part.append(self._run_before_part)
         self._hooks = [
             self.optimizer.register_step_pre_hook(partial(self._run_hook, "_before_step")),
             self.optimizer.register_step_post_hook(partial(self._run_hook, "_after_step")),
@@ -141,7 +146,7 @@ class PrecisionMonitor:
                 optimizer=self.optimizer,
                 precision=precision,
                 steps=self._measured_at,
-                dtypes=[param.dtype for param in self._watched.params],
+                dtypes=self._measured_dtypes,
                 gradients=self._watched.gradients,
                 uncast_matrices=self._uncast_matrices,
             )
@@ -162,14 +167,19 @@ class PrecisionMonitor:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._release is not None and self._run_before_bucket in self._release.before_bucket:
-            self._release.before_bucket.remove(self._run_before_bucket)
+        if isinstance(self.optimizer, LowPrecisionOptimizer) and self._run_before_part in self.optimizer.before_part:
+            self.optimizer.before_part.remove(self._run_before_part)
         self._running = self._finished = None
         self._blocks.clear()
 
     @property
     def _release(self) -> GradientRelease | None:
         return gradient_release_of(self.optimizer)
+
+    @property
+    def _steps_in_parts(self) -> bool:
+        """Whether parameters are measured part by part, before `step` is called."""
+        return self._release is not None or self._part_was_stepped
 
     def _watch_parameters(self) -> None:
         """Watch the parameters that the optimizer has now."""
@@ -201,21 +211,22 @@ class PrecisionMonitor:
             return
         # A closure computes the gradients only now.
         has_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
-        if self._release is None or not self._begun:
+        if not (self._begun and self._steps_in_parts):
             self._begin(has_closure)
-        if self._release is not None:  # parameters are measured bucket by bucket
+        if self._steps_in_parts:
             return
         if self._running is not None:
             self._blocks.add_all(self._running)
         elif self.steps == 0 and not has_closure and not is_capturing():
             self._blocks.record_beginning()
 
-    def _run_before_bucket(self, plan: StepPlan) -> None:
-        self._run_hook("_before_bucket", plan)
+    def _run_before_part(self, plan: StepPlan) -> None:
+        self._run_hook("_before_part", plan)
 
     @without_grad
-    def _before_bucket(self, plan: StepPlan) -> None:
-        """Gradient release is about to step the parameters of `plan`."""
+    def _before_part(self, plan: StepPlan) -> None:
+        """The optimizer is about to step the parameters of `plan` alone."""
+        self._part_was_stepped = True
         if not self._begun:
             self._begin(has_closure=False)
         if self.steps == 0:
@@ -252,11 +263,10 @@ class PrecisionMonitor:
         if self._depth:
             return
         self.steps += 1
-        self._begun = False
         running, self._running = self._running, None
         if running is not None:
             self._measured_at = self.steps
-            if self._release is not None:
+            if self._steps_in_parts:
                 self._blocks.add_rest(running)
                 # Gradients of the optimizer's parameters were released; those of others are there now.
                 count = len(self._watched.params)
@@ -264,6 +274,9 @@ class PrecisionMonitor:
                 running.gradients = [row in running.stepped for row in range(count)] + others
             self._blocks.sum_up(running)
             self._finished = running
+            if self._watched.is_cut:
+                self._last, self._finished = self._evaluate(running), None  # all ranks do it now
+        self._begun = self._part_was_stepped = False
 
     # The result.
 
@@ -282,7 +295,14 @@ class PrecisionMonitor:
         nonzero = (table[:, COLUMN["has_gradient"]] > 0).tolist()
         self._watched.gradients.add(finished.gradients, nonzero)
         rate = max(map(float, finished.learning_rates), default=None)
-        return StepPrecision(finished.number, table, self._watched.names, self._watched.kinds, rate)
+        names, kinds = self._watched.names, self._watched.kinds
+        self._measured_dtypes = [param.dtype for param in self._watched.params]
+        if self._watched.is_cut and self.across_ranks:
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, (names, kinds, self._measured_dtypes, table))
+            names, kinds, self._measured_dtypes, tables = (list(chain(*lists)) for lists in zip(*of_ranks, strict=True))
+            table = torch.stack(tables)
+        return StepPrecision(finished.number, table, names, kinds, rate)
 
 
 def _methods_of_a_step(cls: type[torch.optim.Optimizer]) -> int:

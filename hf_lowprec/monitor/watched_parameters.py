@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
-from hf_lowprec.optim.sharding import local_shard, sharding_of
+from hf_lowprec.optim.sharding import flat_part, full_shape, local_shard, sharding_of
 from hf_lowprec.optim.state.imported_states import COMPENSATIONS
 from hf_lowprec.tensor_names import layer_number, name_pattern, parameter_kinds
 
@@ -30,6 +30,7 @@ class WatchedParameters:
         row: the row of each.
         names: the name of each row.
         kinds: the kind of each row, see `tensor_names.py`.
+        is_cut: whether they are parts of parameters, others on each rank; see `FlatPart`.
         sample_size: elements that are sampled of each.
         gradients: which of them have had gradients in measured steps.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
@@ -40,6 +41,7 @@ class WatchedParameters:
         self._optimizer = optimizer
         self.params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
         self.row = {param: row for row, param in enumerate(self.params)}
+        self.is_cut = any(flat_part(param) is not None for param in self.params)
         self.names, self.kinds = _names_and_kinds(optimizer, model)
         self.sample_size = row_size(len(self.params), sum(param.numel() for param in self.params))
         self.gradients = GradientRecord(self.names, self.params, model)
@@ -93,12 +95,14 @@ class WatchedParameters:
 def _names_and_kinds(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[list[str], list[str]]:
     """The name and the kind of each parameter, in the optimizer's order."""
     named = {} if model is None else {param: _plain_name(name) for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    named |= {param: _plain_name(part.name) for param in params if (part := flat_part(param)) is not None}
     names = [
         named.get(param, f"param_groups[{g}]['params'][{k}]")
         for g, group in enumerate(optimizer.param_groups)
         for k, param in enumerate(group["params"])
     ]
-    kinds = parameter_kinds({name: param.shape for param, name in named.items()})
+    kinds = parameter_kinds({name: full_shape(param) for param, name in named.items()})
     return names, [kinds.get(name, "other") for name in names]
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -23,6 +23,7 @@ from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
+from hf_lowprec.optim.sharding import place_gradients
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
@@ -152,6 +153,9 @@ class LowPrecisionOptimizer(Algorithm):
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
+        self._stepped_parts = False
+        self.before_part: list[Callable[[StepPlan], None]] = []
+        """Called by `step_part` with its plan, which has gradients, scalars, clip factors and tensor means."""
         self._forget_plan()
         self.release = None  # `add_param_group` reads it, which torch calls
         defaults = {
@@ -204,6 +208,9 @@ class LowPrecisionOptimizer(Algorithm):
         if self.release is not None:
             self.grad_norm = self.release.end_step()
             return loss
+        if self._stepped_parts:
+            self._stepped_parts = False
+            return loss
         with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
             norm = self.prepare_step(plan)
             with interrupts.deferred():
@@ -211,6 +218,42 @@ class LowPrecisionOptimizer(Algorithm):
                 self._keep_norm(norm)
                 self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
         return loss
+
+    def begin_step_of_parts(self, norm: Tensor) -> None:
+        """Begin a step that takes some parameters at a time, each with `step_part`. A call of `step` ends it.
+
+        Args:
+            norm: that of all gradients before clipping, on all ranks; FP32 scalar on their device.
+        """
+        self._stepped_parts = True
+        self.grad_norm = self._clipping.given = norm
+        self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
+
+    @_never_compiled
+    @without_grad
+    def step_part(self, params: Iterable[Tensor], earlier: StepPlan | None) -> StepPlan:
+        """Step some parameters, which have gradients, after `begin_step_of_parts` or in a backward pass.
+
+        Args:
+            params: the parameters.
+            earlier: the plan that an earlier call for them has returned.
+
+        Returns:
+            The plan of the step; `earlier` if it still fits.
+
+        Raises:
+            RuntimeError, ValueError, torch.OutOfMemoryError: as `step`.
+        """
+        params = list(params)
+        with self._updated_plan(earlier, self.limit is not None, set(map(id, params))) as plan:
+            self.prepare_step(plan)
+            for call in self.before_part:
+                call(plan)
+            with interrupts.deferred():
+                self.run_step(plan)
+                for param in params:
+                    param.grad = None
+        return plan
 
     def _keep_norm(self, norm: Tensor | None) -> None:
         """Set `grad_norm`. With `capturable` it stays the same tensor, to which every replay of a graph writes."""
@@ -256,18 +299,10 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         self._check_groups()
+        place_gradients(params_of(self))
         if self._clipping.pending is not None:
             self._clipping.match(self._gradients())
         return self._plan_with_gradients(clipped=self.limit is not None)
-
-    def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
-        """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release/`.
-
-        Args:
-            earlier: the plan of an earlier step, which is returned if it fits.
-            params: the identities of the parameters.
-        """
-        return self._updated_plan(earlier, self.limit is not None, params)
 
     def _check_groups(self) -> None:
         self._spell_out_modes()
@@ -430,6 +465,7 @@ class LowPrecisionOptimizer(Algorithm):
     @without_grad
     def _compute_norm(self, max_norm: float | None) -> PendingClip:
         """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
+        place_gradients(params_of(self))
         grads = self._gradients()
         self._clipping.match(grads)
         if max_norm is not None and not self._clipping.clips and has_views(grads):
@@ -521,6 +557,8 @@ class LowPrecisionOptimizer(Algorithm):
         norm_before = state.pop(NORM_BEFORE, 0.0)
         super().__setstate__(state)
         self._forget_plan()
+        self._stepped_parts = False
+        vars(self).setdefault("before_part", [])
         self.release = vars(self).get("release")  # there is one while torch loads a state dict
         if self.gradient_release:
             self.release = self.release or GradientRelease(self)

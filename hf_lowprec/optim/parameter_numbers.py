@@ -9,12 +9,16 @@ Optimizers of several parameters all start at 0, so that two runs in one process
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Hashable
+from typing import Any
 
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.sharding import flat_part
+from hf_lowprec.optim.validation import first_parameter
 
 _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
@@ -48,3 +52,15 @@ def number_if_single(optimizer: Algorithm) -> None:
 def reset_numbers() -> None:
     """Start at 0 again. Called in every step: optimizers constructed after a step belong to another run."""
     _constructed.clear()
+
+
+def number_of(param: Any, position: int, group: ParamGroup) -> int:
+    """The number of a parameter, which selects its random bits.
+
+    Args:
+        param: the parameter, or what stands for it in a file.
+        position: its position in the optimizer.
+        group: its param group.
+    """
+    part = flat_part(param)
+    return (position if part is None else part.number) + operator.index(first_parameter(group))

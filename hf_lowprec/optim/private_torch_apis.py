@@ -35,6 +35,20 @@ def dtensor_specs(tensors: Sequence[Tensor]) -> list[Any]:
     return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
 
 
+def dtensor_of_blocks(blocks: list[Tensor], offsets: list[tuple[int, ...]], like: Any) -> Tensor:
+    """A DTensor like `like` that shows this rank's blocks to torch.distributed.checkpoint, which reads and writes them.
+
+    Args:
+        blocks: the parts of this rank's shard that are blocks of the full tensor, too; at least one.
+        offsets: where each one begins in the full tensor.
+        like: the DTensor.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    return DTensor(LocalShardsWrapper(blocks, offsets), like._spec, requires_grad=False)
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """A context in which subclasses of Tensor, as DTensor is, are asked for attributes without `__torch_function__`.
 

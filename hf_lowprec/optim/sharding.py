@@ -1,7 +1,8 @@
-"""Shards of DTensors: which elements of the full tensor this rank holds, and conversions between shard and full tensor.
+"""Shards: which elements of the full tensor this rank holds, and conversions between shard and full tensor.
 
 An element's random bits depend on its index in the full tensor (row-major), so a rank has to know the indices of its
-elements, whichever dimensions are sharded and however unevenly. Every function also accepts plain tensors.
+elements, whichever dimensions are sharded and however unevenly. Shards are those of DTensors, or parts of flattened
+parameters (`FlatPart`). Every function also accepts plain tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.private_torch_apis import local_tensors
+from hf_lowprec.optim.private_torch_apis import dtensor_of_blocks, local_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,47 @@ class Sharding:
 
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
+
+
+class FlatPart(NamedTuple):
+    """The elements of a parameter that a 1-D tensor holds: a range of the flattened parameter, as DeepSpeed cuts it.
+
+    Attributes:
+        number: the parameter's position in its optimizer before it was cut.
+        name: the parameter's name in the model.
+        shape: the parameter's shape.
+        start: index of the range's first element in the parameter.
+    """
+
+    number: int
+    name: str
+    shape: torch.Size
+    start: int
+
+
+_FLAT_PART = "_flat_part"
+
+
+def set_flat_part(tensor: Tensor, part: FlatPart) -> None:
+    """Say which elements of a parameter the 1-D `tensor` holds."""
+    setattr(tensor, _FLAT_PART, part)
+
+
+def flat_part(tensor: Any) -> FlatPart | None:
+    """Which elements of a parameter `tensor` holds, if `set_flat_part` has said so."""
+    return getattr(tensor, _FLAT_PART, None)
+
+
+def part_of(tensor: Tensor) -> FlatPart:
+    """Which elements of a parameter `tensor` holds, of which `set_flat_part` has said so."""
+    part: FlatPart = getattr(tensor, _FLAT_PART)
+    return part
+
+
+def full_shape(tensor: Tensor) -> torch.Size:
+    """The shape of the full tensor of which this rank holds a part. That of a parameter under ZeRO 3 is `ds_shape`."""
+    part = flat_part(tensor)
+    return getattr(tensor, "ds_shape", tensor.shape) if part is None else part.shape
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -128,6 +170,19 @@ def check_placements(tensor: Tensor, name: str) -> None:
                 raise ValueError(f"{name} is placed as {placement}; only sharded and replicated DTensors are supported")
 
 
+def place_gradients(params: Sequence[Tensor]) -> None:
+    """Give every gradient that is a DTensor the placements of its parameter, by communication between its ranks.
+
+    Tensor parallelism leaves some gradients replicated (of an embedding that is sharded by rows), and others as parts
+    of a sum (of a norm that every rank applies to some of the tokens).
+    """
+    for param in params if not {*map(type, params)} <= {Tensor, torch.nn.Parameter} else ():
+        grad: Any = param.grad
+        if is_sharded(param) and is_sharded(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
+            with torch.no_grad():
+                param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+
+
 def shard_length(tensor: Tensor, dim: int) -> int:
     """The largest number of elements that a rank holds of dimension `dim`; the same on all ranks."""
     length = tensor.shape[dim]
@@ -144,6 +199,10 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
     Raises:
         ValueError: the shard does not have the shape that DTensor's placements imply.
     """
+    if part := flat_part(tensor):
+        if tensor.numel():
+            yield ContiguousRun(0, tensor.numel(), part.start)
+        return
     shard, shape = local_shard(tensor), tensor.shape
     indices = [_local_indices(tensor, dim) for dim in range(len(shape))] if is_sharded(tensor) else []
     if all(len(held) == size for held, size in zip(indices, shape, strict=False)):  # this rank holds all of it
@@ -167,13 +226,41 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
             local_start += count * width
 
 
+def checkpointable(tensor: Any) -> Any:
+    """A tensor of the same memory that torch.distributed.checkpoint saves and loads correctly.
+
+    It describes the shard of every DTensor as one block of the full tensor. With strided placements, as of fused
+    weights under tensor parallelism, a shard consists of several.
+
+    Args:
+        tensor: a DTensor; anything else is returned as it is, as are DTensors without strided placements.
+    """
+    if not is_sharded(tensor) or all(not hasattr(p, "split_factor") for p in tensor.placements) or not tensor.dim():
+        return tensor
+    shard = local_shard(tensor.detach())
+    if not shard.numel():
+        return tensor
+    of_dims = []
+    for dim in range(tensor.dim()):
+        starts, ranges = 0, []
+        for first, count in _consecutive_ranges(_local_indices(tensor, dim)):
+            ranges.append((starts, count, first))
+            starts += count
+        of_dims.append(ranges)
+    blocks, offsets = [], []
+    for block in product(*of_dims):
+        blocks.append(shard[tuple(slice(start, start + count) for start, count, _ in block)])
+        offsets.append(tuple(first for _, _, first in block))
+    return dtensor_of_blocks(blocks, offsets, tensor)
+
+
 def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
     """The indices in the full tensor of this rank's elements, in the shard's order, `chunk` at a time.
 
     They are int32 if the tensor has fewer than 2³¹ elements, else int64.
     """
     options: dict[str, Any] = {
-        "dtype": torch.int32 if tensor.numel() < 1 << 31 else torch.int64,
+        "dtype": torch.int32 if math.prod(full_shape(tensor)) < 1 << 31 else torch.int64,
         "device": local_shard(tensor).device,
     }
     runs = list(contiguous_runs(tensor))

@@ -8,11 +8,13 @@ import torch
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's `AcceleratedOptimizer`; return anything else, None included, unchanged.
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return anything else, None too, unchanged.
 
     The argument is untyped because this layer may not import accelerate.
     """
-    return getattr(optimizer, "optimizer", optimizer)
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def unwrap_given_optimizer(optimizer: Any) -> Any:
@@ -21,7 +23,7 @@ def unwrap_given_optimizer(optimizer: Any) -> Any:
     Raises:
         TypeError: it is no optimizer.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):  # accelerate's wrapper is one
-        way_out = "; pass its attribute `optimizer`" if hasattr(optimizer, "optimizer") else ""
-        raise TypeError(f"`optimizer` is a {type(optimizer).__name__}, not an optimizer{way_out}")
-    return unwrap_optimizer(optimizer)
+    unwrapped = unwrap_optimizer(optimizer)
+    if not isinstance(unwrapped, torch.optim.Optimizer):
+        raise TypeError(f"`optimizer` is a {type(optimizer).__name__}, not an optimizer")
+    return unwrapped

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 
 @contextmanager
@@ -79,3 +80,9 @@ def gather_if_different(value: Any, group: dist.ProcessGroup | None = None) -> l
         values: list[Any] = [None] * group.size()
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def all_gather(output: Tensor, shard: Tensor, **options: Any) -> Any:
+    """All-gather into one tensor, by the function's name in this version of torch: 2.13 renamed it."""
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return all_gather(output, shard, **options)

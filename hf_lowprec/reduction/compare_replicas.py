@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.collectives import gather_if_different
-from hf_lowprec.reduction.private_torch_apis import names_ignored_by_ddp
+from hf_lowprec.reduction.private_torch_apis import meshes_beside, names_ignored_by_ddp
 from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings
 
 _GOLDEN_RATIO_BITS = 0x1E3779B97F4A7C15
@@ -22,8 +22,9 @@ _GOLDEN_RATIO_BITS = 0x1E3779B97F4A7C15
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Check that replicas hold identical weights and optimizer states. Every rank must call it.
 
-    Under HSDP, the replicas of each shard are compared. FSDP2 without replicas has no weights to compare. Parameters
-    that DDP or FSDP2 was told to ignore are skipped. The settings of `optimizer` are compared under all of them.
+    Under HSDP, and on a device mesh of which a parameter uses some dimensions only, the replicas of each shard are
+    compared. FSDP2 without replicas has no weights to compare. Parameters that DDP or FSDP2 was told to ignore are
+    skipped. The settings of `optimizer` are compared under all of them.
 
     Args:
         model: the model, wrapped or not.
@@ -114,11 +115,9 @@ def _replica_groups(tensor: Tensor) -> Iterable[dist.ProcessGroup]:
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return [dist.group.WORLD]  # type: ignore[list-item]
-    return [
-        tensor.device_mesh.get_group(dim)  # type: ignore[attr-defined]
-        for dim, placement in enumerate(placements)
-        if placement.is_replicate()
-    ]
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    along = [mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_replicate()]
+    return along + meshes_beside(mesh)
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.reduction.collectives import explain_lost_rank
+from hf_lowprec.reduction.collectives import all_gather, explain_lost_rank
 from hf_lowprec.reduction.private_torch_apis import comm_hook_states, forget_comm_hooks, leave_gradients_to_hook
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
@@ -178,7 +178,7 @@ class BucketAverager:
         shard = chunk.padded.view(ranks, -1)[rank]
         mean_in_rank_order(chunk.received.view(ranks, -1), ranks, shard)
         with explain_lost_rank(self.group):
-            chunk.work = _all_gather(chunk.padded, shard, group=self.group, async_op=True)
+            chunk.work = all_gather(chunk.padded, shard, group=self.group, async_op=True)
 
     def _complete(self, chunk: _ChunkInFlight) -> None:
         """Wait for the averages of all ranks and put them where the gradient was."""
@@ -293,9 +293,3 @@ def _give_means(take_means: list[TakeMeans], params: Sequence[Tensor], means: Se
 def _future(device: torch.device) -> torch.futures.Future:
     """A future that DDP can wait for on `device`."""
     return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
-
-
-def _all_gather(output: Tensor, shard: Tensor, **options: Any) -> Any:
-    """All-gather into one tensor, by the function's name in this version of torch: 2.13 renamed it."""
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return all_gather(output, shard, **options)

@@ -18,10 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.collectives import explain_lost_rank
-from hf_lowprec.reduction.private_torch_apis import reduce_scatters, replicates_shards
+from hf_lowprec.reduction.private_torch_apis import (
+    group_fp32_parameters,
+    parameter_groups,
+    reduce_scatter_of,
+    reduce_scatters,
+    replicates_shards,
+    set_reduce_scatter,
+    take_divisor,
+    trained_parameters,
+)
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding import dtype_name
@@ -39,12 +47,16 @@ class FP32ReduceScatter:
         wire_dtype: dtype in which gradients are sent: that of the parameters.
         scratch: memory to receive in; modules share it.
         fp32_output: whether FSDP2 continues to compute with the result, which must then be FP32.
+        divisor: divides sums for `ReduceOp.AVG`; None stands for the number of ranks.
     """
 
-    def __init__(self, wire_dtype: torch.dtype, scratch: ScratchBuffers, fp32_output: bool) -> None:
+    def __init__(
+        self, wire_dtype: torch.dtype, scratch: ScratchBuffers, fp32_output: bool, divisor: float | None = None
+    ) -> None:
         self.wire_dtype = wire_dtype
         self.scratch = scratch
         self.fp32_output = fp32_output
+        self.divisor = divisor
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory from which FSDP2 sends, and into which it receives."""
@@ -58,7 +70,7 @@ class FP32ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write the FP32 sum over ranks of this rank's shard into `output_tensor`, divided by their number for `AVG`.
+        """Write the FP32 sum over ranks of this rank's shard into `output_tensor`, divided for `AVG`.
 
         Args:
             output_tensor: this rank's shard of the result.
@@ -84,7 +96,8 @@ class FP32ReduceScatter:
         received = self.scratch.get("received", sent.numel(), sent)
         with explain_lost_rank(group):
             dist.all_to_all_single(received, sent, group=group)
-        mean_in_rank_order(received.view(ranks, -1), ranks if op == dist.ReduceOp.AVG else 1, output_tensor)
+        divisor = self.divisor or ranks if op == dist.ReduceOp.AVG else 1
+        mean_in_rank_order(received.view(ranks, -1), divisor, output_tensor)
 
 
 def check_reduction(reduction: str) -> Reduction:
@@ -119,6 +132,9 @@ def _not_by_nccl(reason: str) -> ValueError:
 def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order") -> ScratchBuffers:
     """Make every FSDP2 module in `model` sum its gradients in FP32. Call it after the last `fully_shard`.
 
+    FP32 parameters that are in groups with 16-bit ones, because the model was cast after it was sharded, get a group of
+    their own, which FSDP2 requires.
+
     Args:
         model: a model to which `fully_shard` was applied. HSDP and FP16 parameters need
             `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` in these calls.
@@ -134,24 +150,42 @@ def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order"
     """
     by_nccl = check_reduction(reduction) == "nccl"
     scratch = ScratchBuffers()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Parameters that are not DTensors were listed in `ignored_params`.
-            params = [p for p in _parameters_of_group(module) if p.requires_grad and isinstance(p, DTensor)]
-            if not params:
-                continue
-            dtype = params[0].dtype
-            fp32_output = replicates_shards(module) or dtype == torch.float16
-            if by_nccl:
-                device_type = params[0].device_mesh.device_type
-                check_nccl(device_type)
-                if fp32_output:
-                    raise _not_by_nccl("FP16 gradients and shards with replicas (HSDP) would be sent in FP32")
-                _let_nccl_sum(module, device_type, dtype)
-                continue
-            reduce_scatter = FP32ReduceScatter(dtype, scratch, fp32_output)
-            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+    group_fp32_parameters(model)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, group in [(owner, group) for owner in sharded for group in parameter_groups(owner)]:
+        params = trained_parameters(group)
+        if not params:
+            continue
+        dtype = params[0].dtype
+        fp32_output = replicates_shards(group) or dtype == torch.float16
+        if by_nccl:
+            device_type = params[0].device_mesh.device_type
+            check_nccl(device_type)
+            if fp32_output:
+                raise _not_by_nccl("FP16 gradients and shards with replicas (HSDP) would be sent in FP32")
+            _let_nccl_sum(module, device_type, dtype)
+            continue
+        # FSDP2 divides by a number that was set (for experts) after the sum, which would round again. An earlier
+        # call of this function has taken the number already.
+        taken = getattr(reduce_scatter_of(group), "divisor", None)
+        divisor = None if fp32_output else take_divisor(group) or taken
+        set_reduce_scatter(group, FP32ReduceScatter(dtype, scratch, fp32_output, divisor))
     return scratch
+
+
+def reshard_after_evaluation(model: nn.Module) -> None:
+    """Let FSDP2 free all gathered parameters of `model` after each forward pass without gradients.
+
+    It leaves some gathered for a backward pass, in the place of those that optimizers and checkpoints refer to.
+    """
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    model.register_forward_hook(reshard)
 
 
 def _let_nccl_sum(module: FSDPModule, device_type: str, dtype: torch.dtype) -> None:

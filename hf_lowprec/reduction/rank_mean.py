@@ -7,16 +7,20 @@ gradients is exact for them too, for any number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from hf_lowprec.reduction.collectives import explain_lost_rank
 
 CHUNK = 1 << 18
 """Elements summed at once: they fit a core's cache. Smaller chunks would cost more in calls than they save."""
 
 
-def mean_in_rank_order(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
+def mean_in_rank_order(per_rank: Tensor, divisor: float, out: Tensor) -> Tensor:
     """Compute `out = round((per_rank[0] + per_rank[1] + …) / divisor)`, added from left to right in a wider dtype.
 
     Args:
@@ -42,3 +46,24 @@ def mean_in_rank_order(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
             total += gradient
         out[begin : begin + CHUNK] = total.div_(divisor_tensor)
     return out
+
+
+def mean_of_slices(slices: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, divisor: int) -> Tensor:
+    """Send slices of gradients to the ranks that need their means, and compute those that this rank needs.
+
+    Args:
+        slices: for every rank, this rank's version of what that rank needs: 1-D tensors of one dtype. Their sizes must
+            be the same on all ranks.
+        group: the ranks.
+        divisor: the number of ranks for a mean, 1 for a sum.
+
+    Returns:
+        The means that this rank needs, one after the other; 1-D, of the dtype of the slices.
+    """
+    counts = [sum(map(Tensor.numel, parts)) for parts in slices]
+    sent = torch.cat([part for parts in slices for part in parts])
+    own = counts[group.rank()]
+    received = sent.new_empty(group.size() * own)
+    with explain_lost_rank(group):
+        dist.all_to_all_single(received, sent, [own] * group.size(), counts, group=group)
+    return mean_in_rank_order(received.view(group.size(), own), divisor, sent.new_empty(own))

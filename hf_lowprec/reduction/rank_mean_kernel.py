@@ -56,7 +56,7 @@ def mean(
         tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
 
 
-def launch_mean(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
+def launch_mean(per_rank: Tensor, divisor: float, out: Tensor) -> Tensor:
     """Run `mean_in_rank_order` on a GPU, on its current stream; the arguments are the same."""
     sum_dtype = tl.float32 if per_rank.dtype.itemsize == 2 else tl.float64
     ranks, count = per_rank.shape

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from hf_lowprec.casting import cast_model
+from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.models import tiny_models
 from tests.support.models.inspection import NORM_PATH
 
@@ -59,10 +62,37 @@ class TestWrappers:
             with pytest.raises(ValueError, match="cast before prepare"):
                 cast_model(target)
 
-    def test_sharded_tensors(self, process_group: None) -> None:
-        from torch.distributed.tensor import distribute_tensor
+    @pytest.mark.parametrize("trainable", [True, False])
+    def test_dtensors_are_converted_in_place(self, process_group: None, trainable: bool) -> None:
+        """Tensor parallelism shards a model before it is cast; optimizers and FSDP2 hold its parameters."""
+        model, plain = nn.Linear(3, 5), nn.Linear(3, 5)
+        plain.load_state_dict(model.state_dict())
+        mesh = init_device_mesh("cpu", (1,))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh), requires_grad=trainable)
+        model.weight.grad = distribute_tensor(torch.full((5, 3), 1 / 3), mesh)
+        model.weight.note = "kept"
+        plain.weight.requires_grad_(trainable)
+        weight = model.weight
+        for each in (model, plain):
+            cast_model(each, keep_low_bits=True)
+        assert model.weight is weight and (weight.note, weight.requires_grad) == ("kept", trainable)
+        assert (weight.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+        assert torch.equal(weight.full_tensor(), plain.weight)
+        assert (low_bits(weight) is not None) == trainable
+        assert not trainable or torch.equal(low_bits(weight), low_bits(plain.weight))
+        cast_model(model)
+        assert model.weight is weight
 
+    def test_what_transformers_shards_at_load_is_cast_before_it_runs(self, process_group: None) -> None:
+        """FSDP2 notes dtypes in the first forward pass; a cast after it would go unnoticed."""
+        model = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
+        model.is_distributed_loading_by_transformers = True
+        model(torch.ones(1, 2))
+        with pytest.raises(ValueError, match="cast before the first forward pass"):
+            cast_model(model)
+
+    def test_what_an_earlier_transformers_shards_is_refused(self) -> None:
         model = nn.Linear(2, 2)
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
-        with pytest.raises(ValueError, match=r"cast before prepare.*DTensor"):
+        model.tp_size = 2
+        with pytest.raises(ValueError, match=r"tp_size=2.*upgrade transformers"):
             cast_model(model)

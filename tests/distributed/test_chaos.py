@@ -32,7 +32,7 @@ def fsdp2(state_dict_type: str) -> list[str]:
     return ["fsdp2", "--fsdp_config", json.dumps({"version": 2, "state_dict_type": state_dict_type})]
 
 
-WRAPPED = {"ddp": ["ddp"], "sharded": fsdp2("SHARDED_STATE_DICT"), "full": fsdp2("FULL_STATE_DICT")}
+WRAPPED = {"sharded": fsdp2("SHARDED_STATE_DICT"), "full": fsdp2("FULL_STATE_DICT")}
 IN_8_BITS, RELEASED, DELAYED = "state_dtype=int8", "gradient_release=True", "clip=delayed"
 SHARDED = ("sharded", "adamw_bf16_split", [IN_8_BITS])
 MORE_MODES = [
@@ -58,7 +58,7 @@ def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, f
         words += f" --max_grad_norm {0.5 if DELAYED in options else 0}"
     if any(map(is_good, out.glob("checkpoint-*"))):
         words += " --resume_from_checkpoint True"
-    arguments = [RANKS, SCRIPTS / "killed_at.py", *killed, *WRAPPED[wrapped], *words.split()]
+    arguments = [RANKS, SCRIPTS / "killed_at.py", *killed, *WRAPPED.get(wrapped, [wrapped]), *words.split()]
     settings = {"HIDDEN_SIZE": "64", "BUCKET_ELEMENTS": "4000"}
     return forkserver.run(SCRIPTS / "forked_ranks.py", [str(word) for word in arguments], timeout=120, **settings)
 
@@ -73,6 +73,11 @@ def digest(done: forkserver.Done) -> str:
     ids=lambda mode: ",".join([*mode[:2], *mode[2]]),
 )
 def test_nothing_is_lost_by_kills(mode, tmp_path):
+    lose_nothing(mode, tmp_path)
+
+
+def lose_nothing(mode: tuple[str, str, list[str]], tmp_path: Path) -> None:
+    """Train as a whole, and with kills and resumes; compare the ends."""
     whole = train(tmp_path / "whole", mode, NEVER)
     assert whole.returncode == 0, whole.stderr[-4000:]
     out, moments = tmp_path / "killed", random.Random(SEED)

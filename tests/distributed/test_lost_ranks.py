@@ -45,7 +45,8 @@ def start(processes, store, kind: str, signal_name: str, timeout: int):
 
 
 def assert_says_why(survivors, kind: str, reason: str) -> None:
-    where = {"fsdp2": "reduction/fsdp2.py"}.get(kind, "reduction/ddp.py")
+    where = "reduction/rank_mean.py" if kind.startswith("zero") else "reduction/ddp.py"
+    where = "reduction/fsdp2.py" if kind == "fsdp2" else where
     for rank in survivors:
         assert rank.code not in (0, None), rank.report()
         assert "Traceback" in rank.err, rank.report()
@@ -57,6 +58,11 @@ def assert_says_why(survivors, kind: str, reason: str) -> None:
 
 @pytest.mark.parametrize("kind", ["trainer", "fsdp2"])
 def test_a_rank_dies(processes, store, kind):
+    check_death(processes, store, kind)
+
+
+def check_death(processes, store, kind: str) -> None:
+    """Kill a rank; the others notice, and say why they end."""
     timeout = 180
     victim, survivors = start(processes, store, kind, "SIGKILL", timeout)
     processes.wait("the rank has not died", lambda: victim.code is not None, STARTED)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -59,6 +60,12 @@ def prelude(folder: str) -> dict[str, Any]:
     }
 
 
+def without_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `DistributedConfig` check its sizes, for which there are no processes here, and shard nothing."""
+    config = transformers.distributed.DistributedConfig
+    monkeypatch.setattr(transformers.distributed, "DistributedConfig", lambda **sizes: config(**sizes) and None)
+
+
 def installed(block: str) -> bool:
     """Whether what `block` says it needs, `# needs NAME`, is here: packages that no extra in `all` installs."""
     return all(importlib.util.find_spec(name) is not None for name in re.findall(r"# needs (\w+)", block))
@@ -91,6 +98,7 @@ def test_the_blocks_of_a_page_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     defaults_of_arguments(monkeypatch)
+    without_sharding(monkeypatch)
     Path("train.txt").write_text("\n".join(sentences(16)))
     names = prelude(folder)
     if "reference" in page.parts:  # shows calls; the others are programs, with their imports

@@ -1,6 +1,7 @@
 """The private names that the `private_apis.py` of both libraries rely on; each failure says what went away."""
 
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -327,3 +329,21 @@ def test_the_saved_layout_is_that_of_files(tmp_path):
     found = private_apis.in_saved_layout(model, model.state_dict())
     assert found.keys() == expected.keys() != model.state_dict().keys(), f"models are converted otherwise {WHERE}"
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_models_sharded_at_load_are_clipped_saved_and_averaged_where_we_look(two_fake_ranks):
+    """What replaces these is tested on ranks, in `tests/distributed/test_sharded_at_load.py`."""
+    if not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
+        pytest.skip(f"transformers {transformers.__version__} does not shard models while loading them in this way")
+    for name in (private_apis.SAVE_OPTIMIZER, private_apis.NORM_OVER_MESHES):
+        assert hasattr(Trainer, name), f"Trainer.{name} is gone {WHERE}"
+    assert hasattr(transformers.trainer, "has_mixed_dtensor"), f"Trainer splits groups by mesh otherwise {WHERE}"
+    averages = inspect.getsource(Trainer._sync_replicated_trainable_parameters)
+    assert accelerate_apis._AVERAGED in averages, f"Trainer marks averaged parameters otherwise {WHERE}"
+
+    style = transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES["replicated_with_grad_allreduce"]
+    model, mesh = torch.nn.Sequential(torch.nn.LayerNorm(4)), init_device_mesh("cpu", (2,))
+    own = model[0].forward
+    style.install_forward(model[0], mesh)
+    found = [*accelerate_apis.partial_gradients(model)]
+    assert found == [(model[0], mesh.get_group(), own)], f"gradients of head norms are summed otherwise {WHERE}"

@@ -635,4 +635,4 @@ def test_the_precision_monitor_measures_the_same(name, resumes):
         found.append((monitor.last.step, monitor.last.by_kind))
         monitor.close()
     assert found[0] == found[1]
-    assert optimizer.release.before_bucket == []
+    assert optimizer.before_part == []

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW, sharding
 from tests.support.processes.ranks import run_ranks, run_script
@@ -103,18 +103,13 @@ def test_replicas_are_not_summed():
     assert [call.kwargs["group"] for call in all_reduce.call_args_list] == [1]
 
 
-@pytest.mark.parametrize("gradient", ["plain", "elsewhere", "partial"])
-def test_a_gradient_that_is_not_placed_as_its_parameter_raises(mesh, gradient):
+def test_a_plain_gradient_of_a_sharded_parameter_raises(mesh):
     param = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     optimizer = AdamW([param], backend="eager")
     optimizer.step()
     before = param.full_tensor().clone()
-    other = {
-        "plain": torch.ones(4, 2),
-        "elsewhere": distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)]),
-        "partial": DTensor.from_local(torch.ones(4, 2), mesh, [Partial()]),
-    }[gradient]
-    with mock.patch.object(type(param), "grad", other), pytest.raises(ValueError, match="parameter 0 is placed as"):
+    plain = mock.patch.object(type(param), "grad", torch.ones(4, 2))
+    with plain, pytest.raises(ValueError, match="parameter 0 is placed as"):
         optimizer.step()
     assert torch.equal(param.full_tensor(), before)

@@ -8,16 +8,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_lowprec.casting import cast_model
 from hf_lowprec.reduction import reduce_scatter_in_fp32
 from hf_lowprec.reduction.private_torch_apis import (
     comm_hook_states,
     forget_comm_hooks,
     is_view,
     leave_gradients_to_hook,
+    meshes_beside,
     names_ignored_by_ddp,
+    parameter_groups,
+    reduce_scatter_of,
     reduce_scatters,
     reduce_scatters_in_16_bits,
     replicates_shards,
+    set_policy,
+    trained_parameters,
     version_of,
 )
 
@@ -89,9 +95,40 @@ def test_replicas_of_shards_are_told_from_tensor_parallelism(two_fake_ranks):
     parallel = parallelize_module(torch.nn.Linear(4, 4), mesh["inner"], ColwiseParallel())
     parallel = fully_shard(parallel, mesh=mesh["outer"])
     assert hybrid.weight.device_mesh.ndim == parallel.weight.device_mesh.ndim == 2
-    assert replicates_shards(hybrid), HERE
-    assert not replicates_shards(parallel), HERE
-    assert not replicates_shards(fully_shard(torch.nn.Linear(4, 4))), HERE
+    found = [[*map(replicates_shards, parameter_groups(module))] for module in (hybrid, parallel)]
+    assert found == [[True], [False]], HERE
+
+
+def test_fp32_parameters_get_a_group_of_their_own(two_fake_ranks):
+    """The model is cast after it was sharded, before it runs. Experts keep their divisor, which the sum applies."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    model = fully_shard(torch.nn.Sequential(fully_shard(model)))
+    model[0].set_gradient_divide_factor(6.0)
+    model.is_distributed_loading_by_transformers = True
+    cast_model(model)
+    reduce_scatter_in_fp32(model)
+    groups = [group for module in (model, model[0]) for group in parameter_groups(module)]
+    dtypes = [{param.dtype for param in trained_parameters(group)} for group in groups]
+    assert dtypes == [{torch.float32}, {torch.bfloat16}], HERE
+    for _ in range(2):  # another Trainer, or a second call: what was set is not lost
+        assert [reduce_scatter_of(group).divisor for group in groups] == [6.0, 6.0], HERE
+        reduce_scatter_in_fp32(model)
+    model(torch.ones(2, 4).bfloat16())  # FSDP2 looks at the dtypes
+    assert model[0][1].weight.dtype == torch.float32
+
+
+def test_a_policy_is_replaced_before_and_after_the_first_forward_pass(two_fake_ranks):
+    model = fully_shard(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
+    for reduce_dtype in (torch.float32, None, torch.float32):
+        set_policy(model, MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        model(torch.ones(2, 4).bfloat16())
+        assert [group._reduce_dtype for group in parameter_groups(model)] == [reduce_dtype], HERE
+
+
+def test_the_other_dimensions_of_a_sliced_mesh_are_known(two_fake_ranks):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    assert [group.size() for group in meshes_beside(mesh["inner"])] == [2], HERE
+    assert meshes_beside(mesh) == meshes_beside(init_device_mesh("cpu", (2,))) == [], HERE
 
 
 def test_ddp_leaves_gradients_to_its_hook(one_rank):

@@ -1,7 +1,7 @@
 """One of several ranks dies, or stops, in the middle of a backward pass.
 
-distributed_death.py trainer|ddp|fsdp2 SIGKILL|SIGSTOP TIMEOUT_IN_SECONDS OUTPUT_DIR; started once per rank, without a
-launcher, which would end the others by itself.
+distributed_death.py trainer|ddp|fsdp2|zero2|zero3 SIGKILL|SIGSTOP TIMEOUT_IN_SECONDS OUTPUT_DIR; started once per rank,
+without a launcher, which would end the others by itself.
 """
 
 import os
@@ -64,6 +64,20 @@ def train_with_accelerator(model: nn.Module, sharded: bool) -> None:
         optimizer.zero_grad()
 
 
+def train_with_deepspeed(model: nn.Module, stage: int) -> None:
+    import tests.support.processes.deepspeed_on_cpu  # noqa: F401
+    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+
+    hf_lowprec.cast_model(model)
+    zero = {"stage": stage, "reduce_bucket_size": int(BUCKET_MB * 2**20 / 2)}
+    config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": zero}
+    engine, *_ = initialize_deepspeed(model, hf_lowprec.AdamW(model.parameters(), lr=1e-2), config)
+    rows = torch.stack([row["input_ids"] for row in counting_data(8)])
+    for _ in range(2 * STEP):
+        engine.backward(engine(input_ids=rows, labels=rows).loss)
+        engine.step()
+
+
 def main(kind: str, signal_name: str, seconds: str, out: str) -> None:
     wait_for_imports()
     # Not `ddp_timeout`: transformers drops it with `use_cpu`.
@@ -72,6 +86,8 @@ def main(kind: str, signal_name: str, seconds: str, out: str) -> None:
     fail_in_backward(model, signal.Signals[signal_name])
     if kind == "trainer":
         train_with_trainer(model, out)
+    elif kind.startswith("zero"):
+        train_with_deepspeed(model, int(kind[-1]))
     else:
         train_with_accelerator(model, sharded=kind == "fsdp2")
     raise SystemExit("trained to the end, which no rank can")

@@ -24,7 +24,7 @@ gradient_buckets.BUCKET_ELEMENTS = 4000  # of 44,000, or 93,000 with states in 8
 
 
 class MostAlive:
-    """Counts the elements of gradients that exist when a bucket is about to be stepped; one of `before_bucket`."""
+    """Counts the elements of gradients that exist when a bucket is about to be stepped; one of `before_part`."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params, self.most = params, 0
@@ -40,7 +40,7 @@ def train(kind: str, rounding: str, **options) -> tuple[str, float, list[float]]
     rows = text(64)
     for step in range(STEPS):
         if step == 1 and optimizer.optimizer.release is not None:  # DDP chooses its buckets in the first step
-            optimizer.optimizer.release.before_bucket.append(alive)
+            optimizer.optimizer.before_part.append(alive)
         tokens = torch.stack([row["input_ids"] for row in rows[2 * step : 2 * step + 2]])
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
         if "clip" in options:

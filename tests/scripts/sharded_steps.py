@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hf_lowprec
@@ -118,6 +118,28 @@ def check_sums(monitors: list[hf_lowprec.PrecisionMonitor], *case: object) -> No
     )
 
 
+def check_gradients_placed_otherwise(mesh, backend: str) -> None:
+    """As tensor parallelism leaves them: replicated, or parts of a sum. They are moved before the norm and the step."""
+    full = torch.nn.Parameter(weights((8, 6), 0).bfloat16())
+    full.grad = gradient((8, 6), 1, 0)
+    cases = [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Partial()), (Shard(0), Partial())]
+    for placement, of_gradient in cases:
+        part = torch.nn.Parameter(shard(full.detach().clone(), mesh, [placement]))
+        if of_gradient.is_partial():  # the first rank has the sum, so that nothing is rounded
+            first = full.grad * (dist.get_rank() == 0)
+            part.grad = DTensor.from_local(first, mesh, [of_gradient])
+        else:
+            part.grad = shard(full.grad, mesh, [of_gradient])
+        whole = torch.nn.Parameter(full.detach().clone())
+        whole.grad = full.grad
+        for param in (part, whole):
+            optimizer = AdamW([param], lr=0.1, backend=backend, rounding="stochastic")
+            norm = optimizer.clip_grad_norm_(1.0)
+            torch.testing.assert_close(norm, full.grad.float().norm(), rtol=2**-20, atol=0)
+            optimizer.step()
+        assert has_shard_of(part, whole), (placement, of_gradient)
+
+
 def check_monitor_of_torch(name: str, mesh, shapes, placements) -> None:
     """Measure torch's AdamW on full tensors and on shards of them: the numbers are the same."""
     full = [torch.nn.Parameter(weights(shape, k)) for k, shape in enumerate(shapes)]
@@ -161,6 +183,7 @@ def main(backend: str) -> None:
             check(name, algorithm, *arguments, max_grad_norm=1e6)
     if backend == "native":
         check("matrices that are one batch", muon, line, [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
+    check_gradients_placed_otherwise(line, backend)
     if dist.get_rank() == 0:
         print(f"{len(cases)} shardings agree", flush=True)
     leave()

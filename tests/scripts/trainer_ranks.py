@@ -1,6 +1,6 @@
 """The stock Trainer on real text in however many processes there are; rank 0 prints what it trained.
 
-trainer_ranks.py ddp|fsdp2|hsdp [--words of TrainingArguments]
+trainer_ranks.py ddp|fsdp2|hsdp|zero1|zero2|zero3 [--words of TrainingArguments]
 
 With ROWS=n in the environment there are n sequences to train on.
 With EVALUATED_FIRST in the environment the model is evaluated before it is trained.
@@ -28,6 +28,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traine
 
 import hf_lowprec
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.gathered import gathered
@@ -61,6 +62,30 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return total.hexdigest()[:16]
 
 
+def digest_of_parts(optimizer: torch.optim.Optimizer) -> str:
+    """Of every weight and every state that any rank steps."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = digest(torch.nn.ParameterList(params), optimizer)
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return "-".join(everywhere)
+
+
+def zero(stage: int) -> list[str]:
+    """Words for `TrainingArguments`: DeepSpeed, which is to take what it can from them."""
+    from tests.support.processes.deepspeed_on_cpu import allow_deepspeed_on_cpu
+
+    allow_deepspeed_on_cpu()
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    buckets = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    config = {
+        **dict.fromkeys(names, "auto"),
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage, **dict.fromkeys(buckets, "auto")},
+    }
+    return ["--deepspeed", json.dumps(config)]
+
+
 def die_in_shard(number: int) -> None:
     original, written = FileSystemWriter.write_data, 0
 
@@ -91,11 +116,14 @@ def main(kind: str, *words: str) -> None:
     config = {"version": 2}
     if "STATE_DICT_TYPE" in os.environ:
         config["state_dict_type"] = os.environ["STATE_DICT_TYPE"]
-    sharded = ["--fsdp", "--fsdp_config", json.dumps(config)] if kind != "ddp" else []
+    if kind.startswith("zero"):
+        sharded = zero(int(kind[-1]))
+    else:
+        sharded = ["--use_cpu", *(["--fsdp", "--fsdp_config", json.dumps(config)] if kind != "ddp" else [])]
     if "SEED_OF_RANK_1" in os.environ and os.environ["RANK"] == "1":
         sharded += ["--seed", os.environ["SEED_OF_RANK_1"]]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
-        ["--use_cpu", "--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", *sharded, *words]
+        ["--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", *sharded, *words]
     )
     if kind == "hsdp":
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
@@ -109,12 +137,16 @@ def main(kind: str, *words: str) -> None:
         trainer.evaluate()
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
-    check_replicas(trainer.model, trainer.optimizer)
+    if not kind.startswith("zero"):
+        check_replicas(trainer.model, trainer.optimizer)
     if "SAVED_TO" in os.environ:
         folder = os.environ["SAVED_TO"]
         hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, folder, processing_class=processing)
         trainer.save_model(f"{folder}-stored")
-    found = digest(trainer.model, trainer.optimizer.optimizer)
+    if kind.startswith("zero"):
+        found = digest_of_parts(unwrap_optimizer(trainer.optimizer))
+    else:
+        found = digest(trainer.model, trainer.optimizer.optimizer)
     if trainer.accelerator.is_main_process:
         print(f"digest={found}")
         print("losses=", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -24,26 +25,48 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
-from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.accelerate.unsupported import (
+    check_sharded_at_load,
+    check_sizes,
+    check_supported,
+)
+from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
+from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.live_models.live_modules import live_modules
-from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
-from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction, fp32_modules, reduce_scatter_in_fp32, shard_together
+from hf_lowprec.reduction.fsdp2 import (
+    Reduction,
+    check_reduction,
+    fp32_modules,
+    reduce_scatter_in_fp32,
+    reshard_after_evaluation,
+    shard_together,
+)
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
+from hf_lowprec.reduction.private_torch_apis import set_policy
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
+from hf_lowprec.reduction.replicated_parameters import PartialGradients, average_gradients
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 _REDUCTION = "_hf_lowprec"
 """The accelerator's attribute that holds what `prepare_accelerator` returned for it."""
 AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the model itself is BF16"
+
+_PARTITIONED = {
+    1: "all weights and gradients, and a part of the states",
+    2: "all weights, and a part of gradients and states",
+    3: "a part of weights, gradients and states",
+}
+"""By the stage of DeepSpeed's ZeRO, what a rank holds."""
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +134,10 @@ def prepare_accelerator(
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
     _warn_of_separate_processes(accelerator, status)
     setattr(accelerator, _REDUCTION, status)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _configure_deepspeed(accelerator, status)
+        wrap_method(accelerator, "prepare", functools.partial(_prepare_deepspeed, status))
+        return status
     prepared_models = PreparedModels()
     comparison = FirstStepComparison(accelerator)
     for optimizer in private_apis.prepared_optimizers(accelerator):
@@ -133,6 +160,34 @@ def prepare_accelerator(
         wrap_method(accelerator, name, wrapper)
     accelerator.register_save_state_pre_hook(functools.partial(_describe_saved_state, accelerator))
     return status
+
+
+def _configure_deepspeed(accelerator: Accelerator, reduction: ReductionStatus) -> None:
+    """Set in DeepSpeed's configuration what our optimizers need."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    if changed := set_bf16_flags(config):
+        reduction.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
+    if reduction.grad_accumulation == "fp32":
+        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+
+
+def _prepare_deepspeed(reduction: ReductionStatus, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
+    import deepspeed
+
+    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+
+    def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
+            return original(*args, **kwargs)
+        engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
+        name = f"ZeRO {engine.zero_optimization_stage()}"
+        reduction.models.append(ReducedModel(name, engine.dp_world_size, ScratchBuffers()))
+        reduction.notes.append(f"{name}: {_PARTITIONED[engine.zero_optimization_stage()]} on each rank")
+        return engine, *others
+
+    with temporarily_wrapped(deepspeed, "initialize", initialize):
+        return original(*args, **kwargs)
 
 
 def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:
@@ -199,10 +254,12 @@ def _prepare(
     """`Accelerator.prepare`, which is where FSDP2 shards a model.
 
     Raises:
-        ValueError: the model cannot be sharded in groups of one dtype.
+        ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
         RuntimeError: the ranks' models or settings differ.
     """
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+    if model is not None:
+        check_sharded_at_load(accelerator, model)
     if not accelerator.is_fsdp2 or model is None or model in prepared_models:
         return original(*args, **kwargs)
     _return_float32_if_cast(model)
@@ -256,6 +313,11 @@ def _prepare_model(
     if model in prepared_models:
         return original(model, *args, **kwargs)
     _return_float32_if_cast(model)
+    if private_apis.is_sharded_at_load(model):
+        _reduce_sharded_at_load(accelerator, reduction, model)
+        prepared = original(model, device_placement=False, evaluation_mode=True)  # neither wrapped nor sharded again
+        prepared_models.update((model, prepared))
+        return prepared
     if is_evaluation(*args, **kwargs):
         with private_apis.prepared_again_later(model):
             return original(model, *args, **kwargs)
@@ -278,6 +340,53 @@ def _prepare_model(
     _forbid_later_cast(model)
     prepared_models.update((model, prepared))
     return prepared
+
+
+def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
+    """Let gradients be summed in FP32 of a model that transformers has sharded over a device mesh while loading it.
+
+    FSDP2 reduces the gradients of what it has sharded. Those of what tensor and expert parallelism alone have sharded
+    are complete on their ranks. The others are summed here.
+
+    Raises:
+        ValueError: the gradients of micro-batches cannot be accumulated as requested, or parallelism is not supported.
+        RuntimeError: the ranks' models or settings differ.
+    """
+    sizes: Any = model.config.distributed_config  # type: ignore[union-attr]
+    check_sizes(sizes, reduction.grad_accumulation)
+    _compare_models(accelerator, reduction, model)
+    for module, group, forward in private_apis.partial_gradients(model):
+        partial = PartialGradients(module, group)
+        partial.watch()
+        module.forward = functools.partial(_watching, partial, forward)
+    if reduction.grad_accumulation != "nearest":  # of what FSDP2 has not sharded
+        reduction.accumulators.append(GradientAccumulator(model, reduction.grad_accumulation))
+    if sizes.dp_size > 1:
+        dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
+        in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or reduction.grad_accumulation == "fp32"
+        set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
+        scratch = reduce_scatter_in_fp32(model)
+        reshard_after_evaluation(model)
+        wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
+        reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
+    if accelerator.num_processes > 1:
+        average_gradients(private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator))
+    if sizes.tp_size > 1:
+        reduction.notes.append(
+            f"tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits, by torch"
+        )
+
+
+def _is_last(accelerator: Accelerator) -> bool:
+    """Return whether a backward pass is that of the last micro-batch."""
+    return bool(accelerator.sync_gradients)
+
+
+def _watching(partial: PartialGradients, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of a module with partial gradients, whose parameters FSDP2 may have gathered for the first time."""
+    if torch.is_grad_enabled():
+        partial.watch()
+    return forward(*args, **kwargs)
 
 
 def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
@@ -319,8 +428,14 @@ def _prepare_optimizer(
     Raises:
         ValueError: the optimizer releases gradients that the accelerator would accumulate.
     """
+    release = gradient_release_of(unwrap_optimizer(optimizer))
+    if release and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(comparison.accelerator))):
+        raise ValueError(
+            "gradient_release=True steps in every backward pass, before the gradients of a model sharded at load "
+            "(DistributedConfig) are complete; remove it"
+        )
     steps = comparison.accelerator.gradient_accumulation_steps
-    if gradient_release_of(unwrap_optimizer(optimizer)) and steps > 1:
+    if release and steps > 1:
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"

@@ -5,6 +5,7 @@ Each has a test in `tests/integrations/test_private_apis.py` that fails when a n
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,15 @@ import torch.distributed.fsdp
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 _PREPARED = "_is_accelerate_prepared"
 """The attribute by which accelerate marks a model that it has prepared."""
+_AVERAGED = "_replicated_grad_hook_registered"
+"""The attribute by which Trainer marks a replicated parameter that has a hook for its gradient."""
 
 
 @contextmanager
@@ -57,6 +61,39 @@ def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]])
 def is_sharded_model(model: nn.Module) -> bool:
     """Return whether FSDP2 has sharded `model` as a whole. Accelerate returns such a model unchanged."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
+
+
+def is_sharded_at_load(model: Any) -> bool:
+    """Return whether transformers has sharded `model` while loading it (`from_pretrained(distributed_config=…)`)."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters of a model sharded at load of which every rank holds all.
+
+    Trainer averages their gradients by a hook, in their own dtype, unless they are marked. This marks them.
+    """
+    params = [param for param in model.parameters() if param.requires_grad and not isinstance(param, DTensor)]
+    unmarked = [param for param in params if not hasattr(param, _AVERAGED)]
+    for param in unmarked:
+        setattr(param, _AVERAGED, True)
+    return unmarked
+
+
+def partial_gradients(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Callable]]:
+    """The modules whose gradients transformers sums over the ranks of tensor parallelism, by hooks that forward adds.
+
+    The hooks sum what micro-batches have added up so far, and with it again what was summed before.
+
+    Yields:
+        The module, the ranks, and its `forward` without these hooks.
+    """
+    for module in model.modules():
+        forward: Any = vars(module).get("forward")
+        if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            captured = inspect.getclosurevars(forward).nonlocals
+            mesh = inspect.getclosurevars(captured["_all_reduce_grad"]).nonlocals["mesh"]
+            yield module, mesh.get_group(), captured["original_forward"]
 
 
 def switch_autocast_off(accelerator: Any) -> bool:

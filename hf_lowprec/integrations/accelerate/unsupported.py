@@ -6,6 +6,8 @@ from typing import Any
 
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
+from hf_lowprec.integrations.deepspeed.config import check_config
 from hf_lowprec.reduction.fsdp2 import check_nccl
 
 _SUPPORTED = {
@@ -14,12 +16,16 @@ _SUPPORTED = {
     DistributedType.MULTI_GPU,
     DistributedType.MULTI_XPU,
     DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
 }
 _SETTINGS = {
-    DistributedType.DEEPSPEED: "TrainingArguments(deepspeed=…), DeepSpeedPlugin and --use_deepspeed",
     DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
 }
 """The settings that select a type, if they have other names than the type."""
+_KAHAN_UNDER_FSDP2 = (
+    "grad_accumulation='kahan' is not supported with FSDP2, which accumulates micro-batches itself; use 'fp32' or "
+    "'nearest'"
+)
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
@@ -52,26 +58,67 @@ def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) ->
             f"GradientAccumulationPlugin(sync_each_batch=True) rounds gradients after every micro-batch, which "
             f"grad_accumulation={grad_accumulation!r} is meant to prevent; remove one of the two"
         )
-    _check_parallelism(accelerator.parallelism_config, kind)
+    if kind == DistributedType.DEEPSPEED:
+        _check_deepspeed(accelerator, grad_accumulation)
+    else:
+        _check_parallelism(accelerator.parallelism_config, kind)
     if kind == DistributedType.FSDP:
         _check_fsdp(accelerator, grad_accumulation)
     if reduction == "nccl":
         _check_nccl(accelerator, grad_accumulation)
 
 
+def _check_deepspeed(accelerator: Any, grad_accumulation: str) -> None:
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    check_config(config | ({"data_types": {"grad_accum_dtype": "fp32"}} if grad_accumulation == "fp32" else {}))
+    if grad_accumulation == "kahan":
+        raise ValueError(
+            "grad_accumulation='kahan' is not supported with DeepSpeed, which accumulates micro-batches itself; use "
+            "'fp32' or 'nearest'"
+        )
+
+
 def _check_parallelism(config: Any, kind: DistributedType) -> None:
-    # Sequence parallelism is DeepSpeed's: without it, accelerate ignores `sp_size`.
-    for size, name in (("tp_size", "tensor"), ("sp_size", "sequence")):
-        if getattr(config, size, 1) > 1:
-            raise ValueError(
-                f"ParallelismConfig({size}={getattr(config, size)}): {name} parallelism is not supported with FP32 "
-                f"sums; use dp_shard_size, dp_replicate_size and cp_size, with {size}=1"
-            )
+    if getattr(config, "sp_size", 1) > 1:  # DeepSpeed's: without it, accelerate ignores it
+        raise ValueError(
+            f"ParallelismConfig(sp_size={config.sp_size}): sequence parallelism is not supported without DeepSpeed; "
+            "use dp_shard_size, dp_replicate_size and cp_size, with sp_size=1"
+        )
     if getattr(config, "cp_size", 1) > 1 and kind != DistributedType.FSDP:
         raise ValueError(
             f"ParallelismConfig(cp_size={config.cp_size}): FP32 sums over the ranks of a context need FSDP2 "
             "(accelerate launch --use_fsdp --fsdp_version 2)"
         )
+
+
+def check_sharded_at_load(accelerator: Any, model: Any) -> None:
+    """Check that a model which is prepared for tensor parallelism was sharded by transformers when it was loaded.
+
+    Raises:
+        ValueError: it was not; accelerate would have to shard it.
+    """
+    config = accelerator.parallelism_config
+    if config is not None and config.tp_size > 1 and not is_sharded_at_load(model):
+        raise ValueError(
+            f"ParallelismConfig(tp_size={config.tp_size}): accelerate cannot shard this model (its _prepare_tp needs "
+            "a name that transformers 5 no longer has); load it with from_pretrained(…, "
+            f"distributed_config=transformers.DistributedConfig(tp_size={config.tp_size}))"
+        )
+
+
+def check_sizes(sizes: Any, grad_accumulation: str) -> None:
+    """Check the `DistributedConfig` of a model that transformers has sharded while loading it.
+
+    Raises:
+        ValueError: it is not supported.
+    """
+    if sizes.pp_size > 1:
+        raise ValueError(
+            f"DistributedConfig(pp_size={sizes.pp_size}): pipeline parallelism is not supported; use fsdp_size, "
+            "tp_size and ep_size"
+        )
+    if sizes.dp_size > 1 and grad_accumulation == "kahan":
+        raise ValueError(_KAHAN_UNDER_FSDP2)
 
 
 def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
@@ -87,10 +134,7 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
             "remove it"
         )
     if grad_accumulation == "kahan":
-        raise ValueError(
-            "grad_accumulation='kahan' is not supported with FSDP2, which accumulates micro-batches itself; use 'fp32' "
-            "or 'nearest'"
-        )
+        raise ValueError(_KAHAN_UNDER_FSDP2)
 
 
 def _check_nccl(accelerator: Any, grad_accumulation: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
+
+import torch
 
 from hf_lowprec.integrations.checkpoint_files.json_files import path_inside, read_json
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
@@ -16,6 +20,8 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
+ZERO_STATES = "global_step*/*_optim_states.pt"
+"""The files of DeepSpeed's ZeRO optimizers, one for each rank."""
 
 
 def open_weights(folder: Path) -> StoredTensors:
@@ -42,6 +48,35 @@ def open_weights(folder: Path) -> StoredTensors:
         f"{str(folder)!r} has no weights that can be read (model.safetensors, {ADAPTER_WEIGHTS}, {_SHARDED_WEIGHTS}, "
         "pytorch_model.bin); pass a checkpoint of Trainer or of Accelerator.save_state"
     )
+
+
+def is_zero_checkpoint(folder: Path) -> bool:
+    """Return whether DeepSpeed has saved a ZeRO optimizer in `folder`."""
+    return any(folder.glob(ZERO_STATES))
+
+
+def open_zero_weights(folder: Path) -> StoredTensors:
+    """Open the FP32 weights in the optimizer states of a ZeRO checkpoint, with the dtypes that training has stored.
+
+    DeepSpeed reads them. Its files are pickles, which can run code: open none that you do not trust.
+
+    Raises:
+        ValueError: DeepSpeed is missing, or the weights cannot be read.
+    """
+    try:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    except ImportError as error:
+        raise ValueError(
+            f"{str(folder)!r} was saved by DeepSpeed, which reads it: pip install 'hf-lowprec[deepspeed]' ({error})"
+        ) from error
+    with explain_unreadable(folder, (AssertionError,)), contextlib.redirect_stdout(sys.stderr):
+        tensors = get_fp32_state_dict_from_zero_checkpoint(str(folder), lazy_mode=True)
+    try:
+        stored = open_weights(folder).infos
+    except ValueError:  # ZeRO 3 need not save the model in 16 bits
+        stored = {}
+    infos = {name: stored.get(name, TensorInfo(tensor.shape, torch.float32)) for name, tensor in tensors.items()}
+    return StoredTensors(infos, lambda name: tensors[name].contiguous())
 
 
 def files_of_index(index: Path) -> list[Path]:

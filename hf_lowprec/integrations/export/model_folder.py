@@ -179,12 +179,17 @@ def _computed(
 
 @contextmanager
 def _copied_config(model: nn.Module) -> Iterator[None]:
-    """Give a transformers model a copy of its configuration inside, because saving changes it."""
+    """Give a transformers model a copy of its configuration inside, because saving changes it.
+
+    In the copy, the model is not sharded: its tensors are given to it, and transformers must not gather them again.
+    """
     if not isinstance(model, PreTrainedModel):
         yield
         return
     config = model.config
     model.config = copy.deepcopy(config)
+    if getattr(config, "distributed_config", None) is not None:
+        model.config.distributed_config = None
     try:
         yield
     finally:

@@ -24,8 +24,9 @@ from hf_lowprec.integrations.export.model_folder import (
     write_model_folder,
 )
 from hf_lowprec.optim.private_torch_apis import without_grad
-from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.low_bits import fp32_estimates, warn_of_weights_as_stored
+from hf_lowprec.optim.sharding import full_shape, is_sharded
+from hf_lowprec.optim.state.low_bits import fp32_estimates, is_cut, warn_of_weights_as_stored
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import explain_lost_rank
 
 _DONE, _FAILED = -1, -2
@@ -47,8 +48,9 @@ def save_pretrained(
     `from_pretrained(save_directory)`, without further arguments, loads exactly these weights: config.json has their
     dtype. For a PEFT model, this function writes the adapters. The model is not changed.
 
-    Under FSDP2 and HSDP every rank must call this function. Rank 0 gathers one tensor at a time and writes the
-    folder, which is complete when the function returns on any rank. Under DDP, ranks other than 0 return at once.
+    Under FSDP2, HSDP and DeepSpeed's ZeRO, every rank must call this function. Rank 0 gathers one tensor at a time and
+    writes the folder, which is complete when the function returns on any rank. Under DDP, ranks other than 0 return at
+    once.
 
     It needs memory for the tensors of one file and one more tensor. A warning names trainable 16-bit
     parameters that `optimizer` does not train, as in `fp32_state_dict`.
@@ -77,7 +79,7 @@ def save_pretrained(
     named = dict(model.named_parameters(remove_duplicate=False))
     stored = {name: named.get(name, tensor) for name, tensor in model.state_dict().items()}
     tensors = {
-        name: PendingTensor(tensor.shape, saved_dtype(tensor.dtype, dtype), partial(_computed, estimate, tensor))
+        name: PendingTensor(full_shape(tensor), saved_dtype(tensor.dtype, dtype), partial(_computed, estimate, tensor))
         for name, tensor in stored.items()
     }
 
@@ -89,6 +91,8 @@ def save_pretrained(
     sharded = next((tensor for tensor in stored.values() if is_sharded(tensor)), None)
     if sharded is not None:
         _write_on_first_rank(tensors, torch.device(sharded.device_mesh.device_type), write)  # type: ignore[attr-defined]
+    elif is_cut(unwrap_optimizer(optimizer)):
+        _write_on_first_rank(tensors, next(iter(stored.values())).device, write)
     elif not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         write(tensors)
 

@@ -6,8 +6,10 @@ only parameters, so their model is searched for among all live modules.
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -55,6 +57,8 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
     without_grad = [param for param in params if param.requires_grad and not _has_gradient(optimizer, param)]
     if without_grad:
         _warn_if_found(_replaced_parameters, without_grad, len(params))
+    if "deepspeed" in sys.modules:
+        _warn_if_found(_inside_deepspeed, params, optimizer)
     if any(param.dim() == 1 for param in in_16_bits):
         _warn_if_found(_converted_as_a_whole, in_16_bits)
     if in_16_bits:
@@ -78,6 +82,20 @@ def _warn_if_found(find: Callable[..., str | None], params: list[Tensor], *furth
     if text := find(params, *further):
         _searches[find] = _SEARCHES
         logger.warning("hf_lowprec: %s", text)
+
+
+def _inside_deepspeed(params: list[Tensor], optimizer: LowPrecisionOptimizer) -> str | None:
+    """Warn if `deepspeed.initialize` was called with the optimizer itself, whose `params` are partitions then."""
+    engines = (one for one in gc.get_objects() if str(type(one).__module__).startswith("deepspeed.runtime."))
+    if not any(getattr(one, "optimizer", None) is optimizer for one in engines):
+        return None
+    copies = "" if params[0].dtype in LOW_PRECISION_DTYPES else ", and weights and states are copied to FP32"
+    return (
+        f"DeepSpeed steps partitions of the parameters with this {type(optimizer).__name__}, which takes them for "
+        "whole ones: all ranks draw the same random bits, gradients are summed in 16 bits, clipping rounds them"
+        f"{copies}. Call hf_lowprec.initialize_deepspeed(model, optimizer, config) in place of deepspeed.initialize; "
+        "with Accelerate, call hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare"
+    )
 
 
 def _replaced_parameters(without_grad: list[Tensor], count: int) -> str | None:

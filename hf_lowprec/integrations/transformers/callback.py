@@ -32,7 +32,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.low_bits import keep_low_bits, reset_outdated_compensations
+from hf_lowprec.optim.state.low_bits import is_cut, keep_low_bits, reset_outdated_compensations
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
@@ -100,7 +100,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.requested_reduction = reduction
         self.begin()
 
-    def begin(self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False) -> None:
+    def begin(self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False, one_dtype: bool = False) -> None:
         """Start over for a Trainer that is being built.
 
         Args:
@@ -323,7 +323,8 @@ class LowPrecisionCallback(TrainerCallback):
             return
         if not best:
             keep_low_bits(optimizer)
-        elif reset_outdated_compensations(optimizer) and state.is_world_process_zero:
+        # DeepSpeed loads states together with weights.
+        elif not is_cut(optimizer) and reset_outdated_compensations(optimizer) and state.is_world_process_zero:
             logger.warning(
                 "hf_lowprec: the best weights, of %s, were loaded as they are stored, in 16 bits, since this run could "
                 "not read their compensations or remainders. `hf-lowprec export %s FOLDER` writes the FP32 weights, if "

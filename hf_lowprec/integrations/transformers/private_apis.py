@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import transformers.modeling_utils
+import transformers.trainer
 from torch.distributed.fsdp import StateDictType
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 
 RUN_EPOCH = "_run_epoch"
@@ -35,6 +37,13 @@ LOAD_BEST = "_load_best_model"
 """Trainer's method that loads the best weights at the end of a run."""
 
 
+SAVE_OPTIMIZER = "_save_optimizer_and_scheduler"
+"""Trainer's method that saves the state of optimizer and scheduler; its argument is the checkpoint's folder."""
+
+NORM_OVER_MESHES = "_mixed_mesh_grad_norm"
+"""Trainer's method that clips gradients on several device meshes, which it scales."""
+
+
 def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
     """The folder to which `trainer` saves the checkpoint of its current step.
 
@@ -46,7 +55,9 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
 
 
 def state_dict_type(trainer: Trainer) -> str | None:
-    """How checkpoints of `trainer` hold the model under FSDP: FULL_STATE_DICT or SHARDED_STATE_DICT; else None."""
+    """How checkpoints of `trainer` hold a sharded model: FULL_STATE_DICT or SHARDED_STATE_DICT; None for others."""
+    if is_sharded_at_load(trainer.model):
+        return StateDictType.SHARDED_STATE_DICT.name
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     return None if plugin is None else str(plugin.state_dict_type.name)
 
@@ -59,7 +70,7 @@ def saves_sharded(trainer: Trainer) -> bool:
 @contextmanager
 def saving_whole_models(trainer: Trainer) -> Iterator[None]:
     """Let `save_model` write whole models under FSDP inside. Where checkpoints hold shards, Trainer writes nothing."""
-    if not saves_sharded(trainer):
+    if not saves_sharded(trainer) or is_sharded_at_load(trainer.model):
         yield
         return
     plugin = trainer.accelerator.state.fsdp_plugin
@@ -68,6 +79,28 @@ def saving_whole_models(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         plugin.state_dict_type = configured
+
+
+def one_group_for_all_meshes() -> AbstractContextManager[None]:
+    """Let Trainer build param groups inside as it does for a model that is not sharded.
+
+    It splits them by device mesh, which our optimizers do by themselves. Parameters would have other numbers, and thus
+    other random bits, and a checkpoint would not fit another mesh.
+    """
+    return temporarily_wrapped(transformers.trainer, "has_mixed_dtensor", lambda original, params: False)
+
+
+@contextmanager
+def allowing_checkpoints(args: Any, model: Any) -> Iterator[None]:
+    """Let a Trainer be built inside that saves checkpoints of a `model` sharded at load. Trainer refuses to."""
+    if args is None or not is_sharded_at_load(model):
+        yield
+        return
+    configured, args.save_only_model = args.save_only_model, True
+    try:
+        yield
+    finally:
+        args.save_only_model = configured
 
 
 def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_lowprec.integrations.transformers import private_apis, trainer_setup
-from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, trainer_methods
+from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, sharded_at_load, trainer_methods
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.integrations.wrapped_method import wrap_method
 
@@ -30,12 +30,16 @@ _EVERY_TRAINER: dict[str, Wrapper] = {
 _OUR_TRAINERS: dict[str, Wrapper] = {
     # Turns autocast off and sets up FP32 sums of gradients.
     "create_accelerator_and_postprocess": trainer_setup.create_accelerator,
+    # Clips inside the optimizer's step, where Trainer scales gradients on several device meshes itself.
+    private_apis.NORM_OVER_MESHES: trainer_setup.norm_over_meshes,
     # Chooses a good checkpoint to resume from, and reads its state.
     "train": trainer_methods.train,
     # Ends a run that resumes from its final checkpoint; Trainer would take one more step.
     private_apis.RUN_EPOCH: trainer_methods.run_epoch,
     # Writes an incomplete manifest before the checkpoint's files; the complete one follows in `on_save`.
     private_apis.SAVE_CHECKPOINT: trainer_methods.save_checkpoint,
+    # Saves shards of models sharded at load, whose state Trainer does not save.
+    private_apis.SAVE_OPTIMIZER: sharded_at_load.save_optimizer,
     # Writes a model folder where Trainer writes nothing, under FSDP2 with sharded state dicts.
     "save_model": trainer_methods.save_model,
     # Loads weights into the parameters that the optimizer holds.

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.quantized import is_quantized
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import complete_manifest
@@ -32,6 +34,7 @@ from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.low_bits import starts_with_low_bits
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -70,7 +73,8 @@ def build(call: TrainerCall) -> None:
     if arguments.get("model_init") is not None:
         arguments["model_init"] = _casting(arguments["model_init"], cast)
     arguments["callbacks"] = [*(other for other in callbacks if not _is_low_precision_callback(other)), callback]
-    call.proceed()
+    with private_apis.allowing_checkpoints(args, arguments.get("model")):
+        call.proceed()
     _check_one_gpu(trainer)
     private_apis.read_checkpoints_in_float32(trainer)
     if callback.reduction is None:  # a subclass creates its accelerator in another way
@@ -96,11 +100,26 @@ def create_accelerator(call: TrainerCall) -> None:
     call.attachment.callback.prepare(call.trainer.accelerator, autocast_off=mixed_precision == "bf16")
 
 
+def norm_over_meshes(call: TrainerCall) -> Any:
+    """Trainer's method that clips gradients on several device meshes: let our optimizers clip inside their step."""
+    if not isinstance(unwrap_optimizer(call.trainer.optimizer), LowPrecisionOptimizer):
+        return call.proceed()
+    parameters, max_norm = call.arguments["model"].parameters(), call.arguments["max_norm"]
+    return call.trainer.accelerator.clip_grad_norm_(parameters, max_norm)
+
+
 def create_optimizer(call: TrainerCall) -> Any:
     """`Trainer.create_optimizer`: first cast what was added to the model since the Trainer was built."""
     _cast_additions(call.trainer, call.arguments.get("model"))
     _warn_of_overwritten_weight_decay(call.trainer)
-    return call.proceed()
+    sharded = is_sharded_at_load(call.trainer.model) and _builds_ours(call.trainer)
+    with private_apis.one_group_for_all_meshes() if sharded else nullcontext():
+        return call.proceed()
+
+
+def _builds_ours(trainer: Trainer) -> bool:
+    cls, _ = trainer.optimizer_cls_and_kwargs or (None, None)
+    return trainer.args.optim in OPTIMIZER_NAMES or (isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer))
 
 
 def get_optimizer_cls_and_kwargs(original: Callable, args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:

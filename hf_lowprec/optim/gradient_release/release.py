@@ -21,7 +21,7 @@ import math
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -64,14 +64,8 @@ class ReleasingOptimizer(Protocol):
     def run_first_gradient_checks(self) -> None:
         """Run the checks before the first gradient is released."""
 
-    def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
-        """The plan of a step of some parameters."""
-
-    def prepare_step(self, plan: StepPlan) -> Tensor | None:
-        """Compute what the plan's step needs."""
-
-    def run_step(self, plan: StepPlan) -> None:
-        """Step the plan's parameters."""
+    def step_part(self, params: Iterable[Tensor], earlier: StepPlan | None) -> StepPlan:
+        """Step some parameters and free their gradients."""
 
 
 class GradientRelease:
@@ -79,8 +73,6 @@ class GradientRelease:
 
     Attributes:
         clipping: clips by the norm of the step before, if the optimizer was built with `clip="delayed"`.
-        before_bucket: called with the plan of each bucket that is about to be stepped. The plan has gradients, scalars,
-            clip factors and tensor means.
 
     Args:
         optimizer: the optimizer. It is referenced weakly; when it is deleted, the hooks are removed.
@@ -89,7 +81,6 @@ class GradientRelease:
     def __init__(self, optimizer: ReleasingOptimizer) -> None:
         self._reference = weakref.ref(optimizer)
         self.clipping = DelayedClipping()
-        self.before_bucket: list[Callable[[StepPlan], None]] = []
         self._running = _RunningStep()
         self._plans: dict[tuple[Any, int], StepPlan] = {}
         self._averaged_later: set[int] = set()  # identities of parameters, see `average_later`
@@ -311,17 +302,10 @@ class GradientRelease:
             optimizer.check_gradient_release()
             running.settings = self._settings()
         slot = key, running.buckets[key]  # its plan fits if the backward pass has the order of the last one
-        with optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
-            self._plans[slot] = plan
-            optimizer.prepare_step(plan)
-            for call in self.before_bucket:
-                call(plan)
-            with interrupts.deferred():
-                optimizer.run_step(plan)
-                running.buckets[key] += 1
-                running.stepped.update(map(id, bucket))
-                for param in bucket:
-                    param.grad = None
+        with interrupts.deferred():  # what was stepped is noted before a signal can raise
+            self._plans[slot] = optimizer.step_part(bucket, self._plans.get(slot))
+            running.buckets[key] += 1
+            running.stepped.update(map(id, bucket))
 
     def _settings(self) -> list[dict[str, Any]]:
         """The settings of the param groups, as values that can be compared."""

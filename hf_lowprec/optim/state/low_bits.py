@@ -13,20 +13,31 @@ there the dither is known only to within half a spacing.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.parameter_numbers import number_of
 from hf_lowprec.optim.private_torch_apis import without_grad
-from hf_lowprec.optim.sharding import dtensor_like, global_indices, local_shard, sharding_of, sum_over_shards
+from hf_lowprec.optim.sharding import (
+    dtensor_like,
+    flat_part,
+    full_shape,
+    global_indices,
+    local_shard,
+    part_of,
+    sharding_of,
+    sum_over_shards,
+)
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
-from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name
 from hf_lowprec.rounding.low_bits import (
     chunk_size,
@@ -277,7 +288,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     Returns:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
         not floating point are returned unchanged. Under FSDP2, they are DTensors: before you save them, call
-        `full_tensor()` on every rank, or use `hf_lowprec.save_pretrained` instead.
+        `full_tensor()` on every rank, or use `hf_lowprec.save_pretrained` instead. Under DeepSpeed's ZeRO, every rank
+        must call this function, and gets all of them.
 
     Raises:
         TypeError: `optimizer` is not an optimizer.
@@ -299,9 +311,53 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         ValueError: it holds none of the model's parameters.
     """
     optimizer = unwrap_given_optimizer(optimizer)
-    streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
-    if not any(id(param) in streams for param in model.parameters()):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if is_cut(optimizer):
+        return _estimates_of_parts(model, optimizer)
+    own = set(map(id, params))
+    if not any(id(param) in own for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
+    return fp32_estimator(optimizer)
+
+
+def is_cut(optimizer: Any) -> bool:
+    """Return whether the parameters of `optimizer` are parts of the model's, as under DeepSpeed's ZeRO."""
+    return any(flat_part(param) is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
+    """`fp32_estimates` of an optimizer that has parts of the model's parameters, others on each rank.
+
+    Every rank must call this function, and then the one that it returns, with the same tensors in the same order.
+    """
+    estimate = fp32_estimator(optimizer)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            parts[part_of(param).name].append(param)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, list(parts))
+    trained = set().union(*of_ranks)
+    names = {id(param): name for name, param in model.named_parameters() if name in trained}
+
+    def whole(tensor: Tensor) -> Tensor:
+        name = names.get(id(tensor))
+        if name is None:
+            return estimate(tensor)
+        # Each element is on one rank and zero on the others, and a sum of integers keeps the bits, also of -0.0.
+        bits = torch.zeros(math.prod(full_shape(tensor)), dtype=torch.int32, device=tensor.device)
+        for part in parts[name]:
+            start = part_of(part).start
+            bits[start : start + part.numel()] = estimate(part).view(torch.int32)
+        dist.all_reduce(bits)
+        return bits.view(torch.float32).view(full_shape(tensor))
+
+    return whole
+
+
+def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes the best FP32 estimate of a tensor, which `optimizer` may be training."""
+    streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
 
     def estimate(tensor: Tensor) -> Tensor:
         """An FP32 copy of a parameter or buffer, with all that is stored of it; other dtypes as they are."""
@@ -329,8 +385,8 @@ def random_streams(groups: Iterable[ParamGroup]) -> Iterator[tuple[Any, RandomSt
     """Each of the `params` of an optimizer's groups, in memory or read from a file, and its random stream."""
     first = 0
     for group in groups:
-        for number, param in enumerate(group["params"], first + first_parameter(group)):
-            yield param, RandomStream(group.get("seed", 0), number)
+        for position, param in enumerate(group["params"], first):
+            yield param, RandomStream(group.get("seed", 0), number_of(param, position, group))
         first += len(group["params"])
 
 
@@ -340,6 +396,8 @@ def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
     It may be from another library, which has none, or not be the optimizer that trains them, which may have one.
     """
     optimizer = unwrap_optimizer(optimizer)
+    if is_cut(optimizer):
+        return
     stepped = {id(p) for group in optimizer.param_groups if "rounding" in group for p in group["params"]}
     names = [
         name

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard, shard_length
+from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, is_sharded, local_shard, shard_length
 from hf_lowprec.optim.state.states_in_8_bits import (
     CODE_SUFFIX,
     SCALE_SUFFIX,
@@ -101,7 +101,8 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
     """The reason why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
     if not state.averages:
         return f"{state.name} does not average over steps"
-    return None if has_whole_blocks(param) else f"rows are not multiples of {BLOCK} elements"
+    rows = "rows" if flat_part(param) is None else "rows, or this rank's part of them,"
+    return None if has_whole_blocks(param) else f"{rows} are not multiples of {BLOCK} elements"
 
 
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
@@ -114,7 +115,9 @@ def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> lis
 
 def has_whole_blocks(param: Tensor) -> bool:
     """Return whether the rows of `param`, its last dimension, are whole blocks. Others have no states in 8 bits."""
-    return param.dim() > 1 and param.shape[-1] % BLOCK == 0
+    shape, part = full_shape(param), flat_part(param)
+    is_cut = part is not None and (part.start % BLOCK or param.numel() % BLOCK)
+    return len(shape) > 1 and shape[-1] % BLOCK == 0 and not is_cut
 
 
 def _check_blocks(param: Tensor) -> None:

@@ -29,6 +29,9 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 CHUNK = 1 << 16
 """Elements that are converted to FP64 at a time; they stay in a core's cache."""
 
+_DEVICE_CHUNK = 1 << 24
+"""The same on other devices, where each operation takes a launch."""
+
 # Torch's result would need the clipped part of a gradient, and after a backward only its sum with the new part is left,
 # whether or not the clipped part was zeroed in place before.
 GRADIENTS_CHANGED = (
@@ -40,11 +43,17 @@ GRADIENTS_CHANGED = (
 
 def square_sum(fused_group: FusedGroup) -> Tensor:
     """The sum of the squares of a group's gradients with torch's own operations; FP64 scalar on its device."""
-    total = torch.zeros((), dtype=torch.float64, device=fused_group.device)
-    for entry in fused_group.entries:
-        assert entry.grad is not None
-        flat = entry.grad.view(-1)
-        for chunk in flat.split(CHUNK) if flat.numel() > CHUNK else (flat,):
+    grads = [entry.grad for entry in fused_group.entries if entry.grad is not None]
+    return square_sum_of(grads, fused_group.device)
+
+
+def square_sum_of(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of contiguous tensors on `device`; FP64 scalar there."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    size = CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    for grad in grads:
+        flat = grad.view(-1)
+        for chunk in flat.split(size) if flat.numel() > size else (flat,):
             values = chunk.double()
             total += torch.dot(values, values)
     return total
@@ -91,12 +100,15 @@ class GradientClipping:
     Attributes:
         pending: what `clip_grad_norm_` or `global_grad_norm` computed for the gradients that are there; None if neither
             was called for them.
+        given: the norm of all gradients, FP32 scalar, where a step takes some of them at a time; see
+            `LowPrecisionOptimizer.begin_step_of_parts`.
         skipped_steps: number of steps left out by `skip_nonfinite`, int64 scalar on the norm's device; None before the
             first step that could have been.
     """
 
     def __init__(self) -> None:
         self.pending: PendingClip | None = None
+        self.given: Tensor | None = None
         self.skipped_steps: Tensor | None = None
 
     def limit(self, default: float | None, requested: float | None = None) -> float | None:
@@ -167,7 +179,10 @@ class GradientClipping:
             return None
         if known is not None and known.captured != is_capturing():
             known = None  # replays of a CUDA graph do not find what was computed outside, and the other way round
-        norm = self._verified_norm(backend_steps) if known is None or known.unverified else known.norm
+        if self.given is not None:
+            norm, known = self.given, None
+        else:
+            norm = self._verified_norm(backend_steps) if known is None or known.unverified else known.norm
         if limit is not None:
             factor = None if known is None else known.factor
             if factor is None:

@@ -6,7 +6,6 @@ existing plan only checks that nothing the plan depends on has changed.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix
+from hf_lowprec.optim.parameter_numbers import number_of
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
 from hf_lowprec.optim.state.low_bits import initialize_compensation, warn_about_unused_low_bits
 from hf_lowprec.optim.state.mode_change import convert_states, states_of_other_modes
@@ -129,7 +129,7 @@ class StepPlan:
             validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
             validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
             states = state_tensors(optimizer, group, param)
-            number = index + operator.index(validation.first_parameter(group))
+            number = number_of(param, index, group)
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
             former = states_of_other_modes(group, optimizer_state)
             _check_shapes(index, param, states, sorted(former), optimizer_state)

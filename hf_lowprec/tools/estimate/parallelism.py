@@ -122,26 +122,27 @@ class ZeroMemory(NamedTuple):
     step: int
 
 
-def zero_memory(memory: MemoryUse, master: torch.dtype, stage: int, gpus: int, steps: int) -> ZeroMemory:
+def zero_memory(memory: MemoryUse, fp32_masters: bool, stage: int, gpus: int, steps: int) -> ZeroMemory:
     """The memory of DeepSpeed 0.19.8 for a BF16 model, without its buckets for communication.
 
-    Every GPU steps a partition of the trained parameters. Master weights are a copy of it, also in BF16. In a step, the
+    Every GPU steps a partition of the trained parameters, of which FP32 master weights are a copy. In a step, the
     gradients of the partition exist in BF16 as parameters' gradients and as one flat tensor, and in FP32 for FP32
     master weights.
 
     Args:
         memory: of the model in BF16 on one GPU, with the optimizer's states.
-        master: dtype of the master weights.
+        fp32_masters: whether there are master weights in FP32, as with other optimizers than ours.
         stage: what is partitioned: 1 the states, 2 also gradients, 3 also weights.
         gpus: over how many GPUs.
         steps: gradient accumulation steps.
     """
     bf16, gradients = torch.bfloat16, memory.gradients.total()
     trained = gradients // bf16.itemsize
-    weights = Counter({bf16: memory.weights.total() * (1 if stage == 3 else gpus)})
-    weights[master] += trained * master.itemsize
+    weights = Counter({dtype: size * (1 if stage == 3 else gpus) for dtype, size in memory.weights.items()})
+    copied = trained * torch.float32.itemsize if fp32_masters else 0
+    weights[torch.float32] += copied
     after_backward = gradients * (gpus if stage == 1 else 1)
     accumulated = gradients if steps > 1 and stage < 3 else 0
-    in_step = 2 * gradients + (0 if master == bf16 else trained * master.itemsize)
+    in_step = 2 * gradients + copied
     divided = MemoryUse(memory.parameters, weights, Counter({bf16: after_backward}), memory.state)
     return ZeroMemory(divided, accumulated // gpus, max(0, in_step - after_backward - accumulated) // gpus)

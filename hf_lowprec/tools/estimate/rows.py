@@ -7,13 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting import cast_model, return_float32
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
+from hf_lowprec.integrations.deepspeed.config import check_optimizer
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from hf_lowprec.monitor.memory_estimate import MemoryUse, elements_kept_in_bf16, expected_memory
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
@@ -30,7 +31,7 @@ from hf_lowprec.tools.estimate.parallelism import (
 from hf_lowprec.tools.estimate.step_peak import step_peak
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import PreTrainedModel
 
     from hf_lowprec.casting.cast_report import CastReport
 
@@ -104,7 +105,7 @@ def fp32_row(model: nn.Module, gpus: int, steps: int, parallelism: Parallelism =
     """
     if parallelism.zero is not None:
         row = _stock_row(MASTERS_ROW, model.to(BF16), gpus, steps, _two_moments)
-        return row._replace(**zero_memory(row.memory, FP32, parallelism.zero, gpus, steps)._asdict())
+        return row._replace(**zero_memory(row.memory, True, parallelism.zero, gpus, steps)._asdict())
     row = _stock_row(FP32_ROW, model, gpus, steps, _two_moments)
     whole = whole_parameters(model, parallelism)
     more = _stock_row("", nn.ParameterList(whole), gpus, steps, _two_moments)
@@ -132,8 +133,6 @@ def low_precision_row(
         mode = check_grad_accumulation("nearest" if options.grad_accumulation is None else options.grad_accumulation)
         if gpus > 1 and mode == "kahan":
             raise InputError("grad_accumulation='kahan' is not supported with FSDP2; use fp32 or nearest, or one GPU")
-        if parallelism.zero is not None:
-            return _zero_row(model, args, mode, gpus, steps, parallelism.zero)
         report = cast_model(model, keep_fp32=options.keep_fp32)
         return_float32(model, next_to_loss=False)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
@@ -143,31 +142,25 @@ def low_precision_row(
                 "gradient_release=True does not accumulate gradients; gradient_accumulation_steps must be 1"
             )
         optimizer = cls(model.parameters(), **kwargs)
+        if parallelism.zero is not None:
+            _check_for_zero(optimizer, mode)
         memory = expected_memory(model, optimizer)
         optimizer.stop_gradient_release()
     accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
     kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
     peak, fp32_parts = step_peak(optimizer), _fp32_parts(model, report)
+    if parallelism.zero is not None:
+        divided = zero_memory(memory, False, parallelism.zero, gpus, steps)
+        return Row(name, *divided, fp32_parts=fp32_parts, kept_in_bf16=kept_in_bf16)
     memory = with_whole_parameters(memory, optimizer, whole_parameters(model, parallelism), parallelism.tp)
     return Row(name, memory, accumulation, peak, fp32_parts, kept_in_bf16, releases=releases)
 
 
-def _zero_row(
-    model: nn.Module, args: TrainingArguments, grad_accumulation: str, gpus: int, steps: int, zero: int
-) -> Row:
-    """The row of a model under DeepSpeed, which has one dtype for all parameters, norms included."""
-    from transformers import Trainer
-
-    model.to(BF16)
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    if grad_accumulation != "nearest" or kwargs.get("gradient_release"):
-        raise InputError("grad_accumulation and gradient_release are not supported with DeepSpeed")
-    optimizer = cls(model.parameters(), **kwargs)
-    if any(map(optimizer.orthogonalizes, optimizer.param_groups)):
-        raise InputError("DeepSpeed gives an optimizer flat partitions, and Muon needs matrices; use FSDP2 (no --zero)")
-    divided = zero_memory(expected_memory(model, optimizer), BF16, zero, gpus, steps)
-    kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
-    return Row(args.optim, *divided, fp32_parts={}, kept_in_bf16=kept_in_bf16)
+def _check_for_zero(optimizer: Any, grad_accumulation: str) -> None:
+    """Raise InputError or ValueError if DeepSpeed cannot step `optimizer`, or its memory is not estimated."""
+    check_optimizer(optimizer)
+    if grad_accumulation != "nearest":
+        raise InputError(f"grad_accumulation={grad_accumulation!r} is not estimated with --zero; leave out one of them")
 
 
 def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iterator[Row]:

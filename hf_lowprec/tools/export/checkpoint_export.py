@@ -27,7 +27,12 @@ from hf_lowprec.integrations.checkpoint_files.stored_optimizer import (
     read_optimizers,
 )
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
-from hf_lowprec.integrations.checkpoint_files.stored_weights import ADAPTER_WEIGHTS, open_weights
+from hf_lowprec.integrations.checkpoint_files.stored_weights import (
+    ADAPTER_WEIGHTS,
+    is_zero_checkpoint,
+    open_weights,
+    open_zero_weights,
+)
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
     ExportDtype,
@@ -95,8 +100,9 @@ def export_checkpoint(
     """Write the folder that `hf_lowprec.save_pretrained` would have written when a checkpoint was saved.
 
     Reads checkpoints of Trainer and folders of `Accelerator.save_state`, from one process, DDP or FSDP2, sharded or
-    full, of whole models or PEFT adapters. It needs neither the training script nor several processes, but memory for
-    the tensors of one file and for those from which one of them is computed.
+    full, of whole models or PEFT adapters, and those of DeepSpeed's ZeRO, of whole models. It needs neither the
+    training script nor several processes, but memory for the tensors of one file and for those from which one of them
+    is computed.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -120,7 +126,8 @@ def export_checkpoint(
         if (names and names.adapters) or (description / _ADAPTER_CONFIG).is_file():
             written = _export_adapters(source, optimizers, names, description, folder, parsed)
         else:
-            written = _export_model(open_weights(source), optimizers, description, folder, parsed, max_shard_size)
+            weights = open_zero_weights(source) if is_zero_checkpoint(source) else open_weights(source)
+            written = _export_model(weights, optimizers, description, folder, parsed, max_shard_size)
         _copy_description(description, folder, skipped=names.adapters if names else ())
     return ExportReport(*written, dtype_name(parsed), _notes(source, optimizers))
 
@@ -165,6 +172,8 @@ def _refining(optimizers: list[StoredOptimizer]) -> dict[str, StoredParameter]:
 def _notes(checkpoint: Path, optimizers: list[StoredOptimizer]) -> list[str]:
     if any(optimizer.refines for optimizer in optimizers):
         return []
+    if is_zero_checkpoint(checkpoint):
+        return ["DeepSpeed's optimizer states hold the FP32 weights, compensation or remainder included"]
     if not damage.holds_optimizer(checkpoint):
         return ["no optimizer state (save_only_model=True?): the weights are as they were stored, without compensation"]
     if not any(optimizer.is_ours for optimizer in optimizers):

@@ -58,7 +58,6 @@ def fsdp(**settings) -> Accelerator:
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [
-        ("DEEPSPEED", r"TrainingArguments\(deepspeed=…\)"),
         ("MEGATRON_LM", "MegatronLMPlugin"),
         ("XLA", "distributed_type=XLA"),
         ("MULTI_NPU", "distributed_type=MULTI_NPU"),
@@ -117,9 +116,32 @@ def test_the_report_says_who_sums():
         assert str(status) == f"FSDP2: {words} ranks, 16-bit gradients on the wire"
 
 
+def test_tensor_parallelism_of_accelerate_is_refused():
+    built = accelerator(DistributedType.MULTI_GPU)
+    built.state.parallelism_config = SimpleNamespace(tp_size=2, dp_replicate_enabled=False, cp_enabled=False)
+    hf_lowprec.prepare_accelerator(built)
+    with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=2\).*DistributedConfig\(tp_size=2\)"):
+        built.prepare(torch.nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize(
-    ("size", "way_out"), [("tp_size", "dp_shard_size"), ("cp_size", "need FSDP2"), ("sp_size", "dp_shard_size")]
+    ("sizes", "accumulation", "message"),
+    [
+        ({"pp_size": 2}, "nearest", r"DistributedConfig\(pp_size=2\): pipeline"),
+        ({"dp_size": 2}, "kahan", "grad_accumulation='kahan' is not supported with FSDP2"),
+    ],
 )
+def test_what_is_not_supported_of_models_sharded_at_load(sizes, accumulation, message):
+    model = torch.nn.Linear(2, 2)
+    model.is_distributed_loading_by_transformers = True
+    model.config = SimpleNamespace(distributed_config=SimpleNamespace(**{"pp_size": 1, "dp_size": 1} | sizes))
+    built = accelerator()
+    hf_lowprec.prepare_accelerator(built, accumulation)
+    with pytest.raises(ValueError, match=message):
+        built.prepare(model)
+
+
+@pytest.mark.parametrize(("size", "way_out"), [("cp_size", "need FSDP2"), ("sp_size", "dp_shard_size")])
 def test_other_parallelism_is_refused(size, way_out):
     built = accelerator(DistributedType.MULTI_GPU)
     built.state.parallelism_config = SimpleNamespace(**{size: 2})

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
-from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, take_low_bits
+from hf_lowprec.integrations.carry_low_bits import give_low_bits, take_low_bits
 from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, set_low_bits
 
 

@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.distributed import DistributedConfig
 
 import hf_lowprec
-from hf_lowprec.casting.quantized import is_quantized
+from hf_lowprec.casting.quantized import acts_as_fp32, is_quantized
 from hf_lowprec.integrations.transformers.quantization import quantization_notes
 from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
 from hf_lowprec.monitor.memory_estimate import memory_use
@@ -131,11 +131,9 @@ class TestRefusals:
             pytest.skip(f"transformers {transformers.__version__} has no tensor parallelism of this form")
         parallel = DistributedConfig(tp_plan="auto", tp_size=2)
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=parallel)
-        refused(
-            tmp_path, model, r"^the model is tensor parallel \(tp_size=2\); load it without tp_plan, and train with"
-        )
         weight = model.model.layers[0].mlp.up_proj.weight.detach()
         assert isinstance(weight, DTensor)
+        assert not any(acts_as_fp32(param) for param in model.parameters())
         assert [is_quantized(weight), is_quantized(weight.to(torch.int8))] == [False, True]
 
     @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

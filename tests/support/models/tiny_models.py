@@ -67,6 +67,14 @@ llama = _decoder(transformers.LlamaConfig, transformers.LlamaForCausalLM)
 mistral = _decoder(transformers.MistralConfig, transformers.MistralForCausalLM, sliding_window=8)
 qwen2 = _decoder(transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
 qwen3 = _decoder(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, head_dim=8)
+qwen3_moe = _decoder(
+    transformers.Qwen3MoeConfig,
+    transformers.Qwen3MoeForCausalLM,
+    head_dim=8,
+    moe_intermediate_size=WIDTH,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
 gemma2 = _decoder(
     transformers.Gemma2Config,
     transformers.Gemma2ForCausalLM,

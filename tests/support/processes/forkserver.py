@@ -75,7 +75,8 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.processes.preloaded"])
     # It takes no module path from this process before Python 3.13, and ignores an import that fails.
-    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context
 

@@ -18,17 +18,19 @@ from transformers.trainer_pt_utils import safe_globals
 
 from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, UnreadableError, load_mapped
-from hf_lowprec.integrations.checkpoint_files.stored_weights import files_of_index
+from hf_lowprec.integrations.checkpoint_files.stored_weights import ZERO_STATES, files_of_index
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.manifest import CHUNK_BYTES, Manifest, checksums
 from hf_lowprec.metrics_file import METRICS_NAME
 
 _NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md", PARAMETERS_NAME, METRICS_NAME)
 """Files that no Trainer needs to resume. (Sentence-transformers' needs `config.json` and the tokenizer files.)"""
-_OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*")
+_OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", ZERO_STATES)
 _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")
 """Folders that torch.distributed.checkpoint writes."""
-_WEIGHTS = ("**/*.safetensors", "**/pytorch_model*.bin", "**/adapter_model.bin", "pytorch_model_fsdp_[0-9]*")
+_WEIGHTS = (
+    "**/*.safetensors", "**/pytorch_model*.bin", "**/adapter_model.bin", "pytorch_model_fsdp_[0-9]*", ZERO_STATES
+)  # fmt: skip
 
 
 def changed_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -75,6 +77,9 @@ def damaged_files(checkpoint: Path, manifest: Manifest | None) -> list[str]:
     if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
         problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
     expected = manifest.random_states if manifest is not None else []
+    found = len(list(checkpoint.glob(ZERO_STATES)))
+    if 0 < found < len(expected):
+        problems.append(f"{len(expected) - found} of {len(expected)} files {ZERO_STATES} are missing")
     return problems + [f"{name} is missing" for name in expected if not (checkpoint / name).is_file()]
 
 
@@ -123,13 +128,20 @@ def _check_safetensors(path: Path) -> list[str]:
         return []
 
 
-def _check_torch_file(path: Path) -> list[str]:
+def _check_zip(path: Path) -> list[str]:
+    """Check what `torch.save` wrote, without loading it: DeepSpeed's files hold more than data."""
     if not path.stat().st_size:
         return [" is empty"]
     with zipfile.ZipFile(path) as file:  # the directory is at the end of the file
         for entry in file.infolist():
             if entry.file_size <= CHUNK_BYTES:
                 file.read(entry)  # it compares the checksum, as torch does not
+    return []
+
+
+def _check_torch_file(path: Path) -> list[str]:
+    if empty := _check_zip(path):
+        return empty
     with safe_globals() if path.name.startswith("rng_state") else nullcontext():  # as Trainer does
         load_mapped(path)
     return []
@@ -166,6 +178,7 @@ _CHECKS: dict[str, Callable[[Path], list[str]]] = {
          "scaler.pt", "rng_state*.pth"),
         _check_torch_file,
     ),
+    "global_step*/*.pt": _check_zip,
     **dict.fromkeys(_SHARDS, _check_shards),
 }  # fmt: skip
 """Pattern of file names -> the function that checks such a file and returns the ends of the lines about it."""

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, read_optimizer
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
+from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_optimizer as load_sharded
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
@@ -50,10 +52,12 @@ def load_optimizer(call: TrainerCall) -> None:
 def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpoint: Path) -> None:
     attachment = attachment_of(call.trainer)
     scheduled = attachment is not None and attachment.callback.rounding_schedule is not None
-    if not call.trainer.is_fsdp_enabled and not scheduled:
+    sharded_at_load = is_sharded_at_load(call.trainer.model)
+    sharded = call.trainer.is_fsdp_enabled or sharded_at_load
+    if not sharded and not scheduled:
         call.proceed()
         return
-    saved_by_fsdp = _saved_by_fsdp(checkpoint) if call.trainer.is_fsdp_enabled else None
+    saved_by_fsdp = _saved_by_fsdp(checkpoint) if sharded else None
     if saved_by_fsdp is not None and not saved_by_fsdp.is_ours:
         raise ValueError(
             f"{str(checkpoint)!r} was saved under FSDP by another optimizer, and distributed checkpoints are not "
@@ -61,7 +65,10 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
         )
     own = [group["rounding"] for group in optimizer.param_groups]
     with _as_saved(optimizer, saved_by_fsdp.param_groups if saved_by_fsdp else []):
-        call.proceed()
+        if not sharded_at_load:
+            call.proceed()
+        elif saved_by_fsdp is not None:
+            load_sharded(call.trainer, checkpoint)
     if scheduled:
         return  # the schedule sets the mode at the beginning of the next step
     saved = [group["rounding"] for group in optimizer.param_groups]

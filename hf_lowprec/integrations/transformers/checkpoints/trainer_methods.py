@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.transformers import private_apis
@@ -29,6 +30,7 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import (
     choose_checkpoint,
     manifest_of,
 )
+from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_weights, save_weights
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.reports.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
@@ -131,6 +133,10 @@ def save_model(call: TrainerCall) -> None:
 
     Trainer calls it for every checkpoint, which then holds shards, and writes nothing for any other call either.
     """
+    resumable = call.attachment.saves_checkpoint and not call.trainer.args.save_only_model
+    if resumable and is_sharded_at_load(call.trainer.model):
+        save_weights(call.trainer.model, Path(call.arguments["output_dir"]))
+        return
     whole = nullcontext() if call.attachment.saves_checkpoint else private_apis.saving_whole_models(call.trainer)
     with whole:
         call.proceed()
@@ -159,6 +165,10 @@ def load_checkpoint(call: TrainerCall) -> None:
     If they are FP32 weights, as of a checkpoint of another optimizer, their low bits are kept for the compensation.
     """
     callback, checkpoint = call.attachment.callback, Path(call.arguments["resume_from_checkpoint"])
+    if is_sharded_at_load(call.trainer.model):
+        with explain_unreadable(checkpoint, (CheckpointException,)):
+            load_weights(call.trainer.model, checkpoint)
+        return
     with (
         load_in_place(call.trainer.model, callback.keep_low_bits),
         explain_unreadable(checkpoint, (CheckpointException,)),
@@ -182,6 +192,9 @@ def load_best(call: TrainerCall) -> None:
     if isinstance(optimizer, LowPrecisionOptimizer):
         keep_low_bits(optimizer)  # for the weights that do not change, because the best ones are the last ones
     with load_in_place(call.trainer.model), explain_unreadable(best, (CheckpointException,)):
-        call.proceed()
+        if is_sharded_at_load(call.trainer.model):
+            load_weights(call.trainer.model, best)
+        else:
+            call.proceed()
     if isinstance(optimizer, LowPrecisionOptimizer) and (best / OPTIMIZER_NAME).exists():
         load_low_bits_of_optimizer(optimizer, best / OPTIMIZER_NAME)

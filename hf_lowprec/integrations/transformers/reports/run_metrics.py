@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from hf_lowprec.metrics_file import (
 )
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.step_precision import LOST_SHARES, StepPrecision
+from hf_lowprec.optim.sharding import full_shape
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.tensor_names import PARAMETER_KINDS, parameter_kinds
@@ -124,17 +126,17 @@ def run_record(model: nn.Module, optimizer: str, optim: str, report: str) -> Run
         report: the precision report.
     """
     parameters = dict(model.named_parameters())
-    kind_of = parameter_kinds({name: parameter.shape for name, parameter in parameters.items()})
+    kind_of = parameter_kinds({name: full_shape(parameter) for name, parameter in parameters.items()})
     kinds: dict[str, dict[str, Any]] = {}
     for kind in PARAMETER_KINDS:
         of_kind = [parameter for name, parameter in parameters.items() if kind_of[name] == kind]
         dtypes: dict[str, int] = {}
         for parameter in of_kind:
             name = dtype_name(parameter.dtype)
-            dtypes[name] = dtypes.get(name, 0) + parameter.numel()
+            dtypes[name] = dtypes.get(name, 0) + math.prod(full_shape(parameter))
         if of_kind:
             kinds[kind] = {"tensors": len(of_kind), "parameters": sum(dtypes.values()), "dtypes": dtypes}
-    total = sum(parameter.numel() for parameter in parameters.values())
+    total = sum(math.prod(full_shape(parameter)) for parameter in parameters.values())
     return RunRecord(type(model).__name__, optimizer, optim, total, kinds, report)
 
 

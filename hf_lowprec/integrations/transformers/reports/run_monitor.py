@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import StepPrecision
-from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.sharding import flat_part, is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.tensor_names import listed
 
@@ -59,7 +59,7 @@ class RunMonitor:
         self._warns = warns
         self._ended = False
         self._monitor: PrecisionMonitor | None = None
-        self._with_others = across_ranks and any(map(is_sharded, _parameters(optimizer)))
+        self._with_others = across_ranks and any(is_sharded(p) or flat_part(p) for p in _parameters(optimizer))
         with self._surviving_errors():
             self._monitor = PrecisionMonitor(optimizer, model, across_ranks=across_ranks, on_error=self._end)
 

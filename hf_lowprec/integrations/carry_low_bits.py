@@ -7,13 +7,13 @@ the other ranks' weights by those of rank 0. So every rank gets rank 0's low bit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
+from torch import Tensor, nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
 from hf_lowprec.reduction.collectives import gather_objects
@@ -64,13 +64,28 @@ def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) ->
         device: where tensors are sent between ranks.
     """
     params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
+    shapes = {name: param.shape for name, param in params.items()}
+    for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
+        param = params[name]
+        set_low_bits(param, shard_like(full, param).to(local_shard(param).device), dither_stream)
+
+
+def low_bits_of_rank_0(
+    kept: TakenLowBits, shapes: Mapping[str, torch.Size], device: torch.device
+) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
+    """The low bits that rank 0 has taken: name, whole tensor and stream of the dither. Every rank must iterate.
+
+    Args:
+        kept: what `take_low_bits` has returned on this rank.
+        shapes: of the parameters, by name.
+        device: where tensors are sent between ranks.
+    """
     described = {name: (saved["low_bits"].dtype, saved.get("dither_stream")) for name, saved in kept.items()}
     for name, (dtype, dither_stream) in gather_objects(described, "preparing a model")[0].items():
-        param = params[name]
-        ours = kept.pop(name)["low_bits"] if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
+        ours = kept.pop(name)["low_bits"] if dist.get_rank() == 0 else torch.empty(shapes[name], dtype=dtype)
         full = ours.to(device)
         dist.broadcast(full.view(torch.uint8), src=0)
-        set_low_bits(param, shard_like(full, param).to(local_shard(param).device), dither_stream)
+        yield name, full, dither_stream
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,89 @@
+"""What DeepSpeed supports: the flags that our optimizers need, settings and optimizers that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_lowprec.optim import LowPrecisionOptimizer
+
+BF16_FLAGS = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+"""With these, DeepSpeed gives an optimizer its partition in BF16; without the last two, an FP32 copy of it."""
+
+
+def set_bf16_flags(config: dict[str, Any]) -> list[str]:
+    """Set what our optimizers need in DeepSpeed's `config`. Returns the keys that have changed."""
+    bf16 = config.setdefault("bf16", {})
+    changed = [f"bf16.{name}" for name in BF16_FLAGS if bf16.get(name) is not True]
+    bf16 |= dict.fromkeys(BF16_FLAGS, True)
+    config["zero_allow_untested_optimizer"] = True
+    return changed
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting of DeepSpeed's `config` that is not supported; the message says what to change."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"zero_optimization.stage={stage} partitions nothing; set 1, 2 or 3, or use DDP without DeepSpeed"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device not in ("none", None):
+            raise ValueError(
+                f"zero_optimization.{key}.device={device!r} needs DeepSpeedCPUAdam, which keeps FP32 masters; remove "
+                "it. To save memory, use stage 3, rounding='stochastic' or state_dtype=int8, or FSDP2 with CPU offload"
+            )
+    autotp = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    unsupported = {
+        "zero_optimization.elastic_checkpoint": (
+            zero.get("elastic_checkpoint"),
+            "pads states as FP32 numbers, which damages remainders",
+        ),
+        "zero_optimization.compute_grad_norm": (
+            zero.get("compute_grad_norm") is False and "false",
+            "leaves out the norm, with which every step begins",
+        ),
+        "zero_optimization.zenflow": (zero.get("zenflow"), "steps parameters on the CPU"),
+        "zero_optimization.zero_quantized_gradients": (
+            zero.get("zero_quantized_gradients"),
+            "sends gradients in 4 bits",
+        ),
+        "zero_optimization.contiguous_gradients": (
+            stage < 3 and zero.get("contiguous_gradients") is False and "false",
+            "averages gradients in another way, in 16 bits",
+        ),
+        "zero_optimization.mics_shard_size": (max(zero.get("mics_shard_size", -1), 0), "partitions in another way"),
+        "fp16.enabled": ((config.get("fp16") or {}).get("enabled") is True, "excludes BF16"),
+        "torch_autocast.enabled": ((config.get("torch_autocast") or {}).get("enabled"), "excludes a BF16 model"),
+        "tensor_parallel.autotp_size": (
+            autotp > 1 and autotp,
+            "shards parameters in another way; use tensor parallelism with FSDP2",
+        ),
+        "checkpoint.load_universal": (
+            (config.get("checkpoint") or {}).get("load_universal"),
+            "reads states of one flat tensor per group",
+        ),
+        "data_types.grad_accum_dtype": (
+            stage == 1 and (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32" and "fp32",
+            "makes ZeRO 1 keep FP32 weights; use stage 2, or",
+        ),
+        "optimizer": (config.get("optimizer"), "replaces the optimizer that you pass"),
+    }
+    for key, (value, effect) in unsupported.items():
+        if value:
+            raise ValueError(f"{key}={value!r} in DeepSpeed's configuration {effect}; remove it")
+
+
+def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
+    """Raise ValueError if DeepSpeed cannot step `optimizer`."""
+    name = type(optimizer).__name__
+    if optimizer.tensor_mean is not None or any(map(optimizer.orthogonalizes, optimizer.param_groups)):
+        raise ValueError(
+            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
+        )
+    if optimizer.gradient_release:
+        raise ValueError("gradient_release=True: DeepSpeed averages gradients after the backward pass; remove it")
+    if optimizer.state:
+        raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

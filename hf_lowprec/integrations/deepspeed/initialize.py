@@ -1,0 +1,103 @@
+"""`initialize_deepspeed`: DeepSpeed's engine around one of our optimizers."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from hf_lowprec.casting import return_float32
+from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_bits
+from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
+from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
+from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes, shares_experts
+from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.rounding import dtype_name
+
+
+def initialize_deepspeed(
+    model: nn.Module, optimizer: LowPrecisionOptimizer, config: Mapping[str, Any] | str | Path, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, with an optimizer of hf_lowprec that keeps its promises under ZeRO 1, 2 and 3.
+
+    - The weights, gradients and states are those of one process, bit for bit, given equal gradients: every element
+      keeps its random bits and its block of a state in 8 bits.
+    - Gradients are sent in BF16 and summed in FP32, in rank order, and the mean is rounded once.
+    - `gradient_clipping` is applied inside the step, by an FP32 norm, and does not round gradients.
+    - Checkpoints of the engine hold FP32 weights: `zero_to_fp32.py` gives all bits. They resume bit for bit with the
+      same number of ranks.
+    - ZeRO 1 and 2 step the model's weights themselves, so the copy that DeepSpeed makes of them is freed.
+
+    - Norms stay in FP32, though DeepSpeed sends their gradients in BF16.
+
+    Args:
+        model: a model without DDP or FSDP, cast with `cast_model`.
+        optimizer: an optimizer of its parameters, without states.
+        config: DeepSpeed's configuration, as a dictionary or a file. The flags in `bf16` and
+            `zero_allow_untested_optimizer` are set, in a dictionary as well.
+        kwargs: further arguments of `deepspeed.initialize`.
+
+    Returns:
+        What `deepspeed.initialize` returns: engine, ZeRO optimizer, data loader and scheduler.
+
+    Raises:
+        ValueError: `config` selects what is not supported, such as offload; or `model` has parameters of several
+            dtypes; or `optimizer` needs whole tensors or releases gradients.
+    """
+    if not isinstance(config, dict):
+        config = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    check_config(config)
+    _check_dtypes(model)
+    partitioned = PartitionedOptimizer(optimizer, model)
+    set_bf16_flags(config)
+    if cast_dtypes(model):
+        return_float32(model)
+    low_bits = take_low_bits(model)
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    with returned_on_error(model, low_bits), keeping_dtypes():
+        engine, zero, loader, scheduler = deepspeed.initialize(
+            model=model, optimizer=partitioned, config=config, **kwargs
+        )
+    if shares_experts(zero):
+        raise ValueError(
+            "deepspeed.moe.layer.MoE partitions its experts in another way; use the experts of transformers' models"
+        )
+    partitioned.partition(zero)
+    partitioned.give_low_bits(low_bits, shapes)
+    wrap_method(engine, "load_checkpoint", functools.partial(_load_checkpoint, engine.dp_world_size))
+    return engine, zero, loader, scheduler
+
+
+def _load_checkpoint(ranks: int, original: Callable, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+    """`engine.load_checkpoint`, which otherwise loads weights before it finds that the states do not fit.
+
+    Raises:
+        ValueError: another number of ranks saved the checkpoint. Nothing is loaded.
+    """
+    latest = Path(load_dir, "latest")
+    folder = Path(load_dir, tag or (latest.read_text().strip() if latest.exists() else "."))
+    saved = len([*folder.glob("*_optim_states.pt")])
+    states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
+    if states and saved not in (0, ranks):
+        raise ValueError(
+            f"{str(folder)!r} was saved by {saved} ranks, and this run has {ranks}. Resume with {saved}; or write the "
+            "FP32 weights with DeepSpeed's zero_to_fp32.py, and start from them"
+        )
+    return original(load_dir, tag, **kwargs)
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if torch.bfloat16 not in dtypes or not dtypes <= {torch.bfloat16, torch.float32}:
+        found = ", ".join(sorted(map(dtype_name, dtypes))) or "none"
+        raise ValueError(
+            f"the dtypes of the trainable parameters are {found}; call cast_model(model) before initialize_deepspeed"
+        )

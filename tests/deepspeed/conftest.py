@@ -1,0 +1,1 @@
+from tests.distributed.conftest import processes, store  # noqa: F401

@@ -1,0 +1,233 @@
+"""Trainer on a model that transformers has sharded over a device mesh while loading it.
+
+sharded_at_load.py steps|trainer llama|moe SIZES OPTIM,… FOLDER
+
+SIZES are arguments of `DistributedConfig`, such as fsdp_size=2,tp_size=2. With "steps", the Trainer's optimizer steps
+on the same gradients as that of the whole model; with "trainer", it trains, saves, resumes and exports.
+"""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from accelerate.utils import ParallelismConfig
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.distributed import DistributedConfig
+
+import hf_lowprec
+from hf_lowprec.monitor import parameter_samples
+from hf_lowprec.reduction import check_replicas
+from hf_lowprec.reduction.replicated_parameters import average_gradients
+from tests.support.processes.ranks import leave
+from tests.support.processes.shards import has_shard_of, shard
+from tests.support.training.tiny_trainer import counting_data
+
+SIZE = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""Most states can be in 8 bits: they need shards whose rows are multiples of 32."""
+STEPS = 3
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SIZE))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts))
+
+
+def load(folder: Path, sizes: dict[str, int] | None) -> nn.Module:
+    config = {} if sizes is None else {"distributed_config": DistributedConfig(**sizes)}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config)
+
+
+def trainer(model: nn.Module, optim: str, **options) -> Trainer:
+    AcceleratorState._reset_state()
+    name, _, state_dtype = optim.partition(":")
+    defaults = {
+        "output_dir": "unused", "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
+        "optim": name, "optim_args": f"state_dtype={state_dtype}" if state_dtype else None, "learning_rate": 1e-2,
+        "weight_decay": 0.1, "max_steps": 4, "logging_steps": 1,
+    }  # fmt: skip
+    return Trainer(model, TrainingArguments(**defaults | options), train_dataset=counting_data(64))
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(crc32(f"{step} {name}".encode()))
+        full = torch.randn(param.shape, generator=generator).to(param.dtype)
+        sharded = isinstance(param, DTensor)
+        param.grad = shard(full, param.device_mesh, param.placements) if sharded else full
+
+
+def check_steps(folder: Path, sizes: dict[str, int], optim: str) -> None:
+    """Weights, states, FP32 estimates and norms are those of the whole model, bit for bit; so is what is measured."""
+    models = [load(folder, sizes) for sizes in (sizes, None)]
+    optimizers = [trainer(model, optim).create_optimizer() for model in models]
+    monitors = [hf_lowprec.PrecisionMonitor(optimizer) for optimizer in optimizers]
+    for step in range(STEPS):
+        for monitor in monitors if step == STEPS - 1 else ():
+            monitor.measure_next_step()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            give_gradients(model, step)
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        sharded, whole = (optimizer.grad_norm for optimizer in optimizers)
+        torch.testing.assert_close(sharded, whole, rtol=2**-20, atol=0)
+    # All elements are sampled, so that only the order of sums differs.
+    measured, of_whole = (monitor.last.sums for monitor in monitors)
+    torch.testing.assert_close(measured, of_whole, rtol=1e-9, atol=1e-20, equal_nan=True)
+    estimates, expected = (hf_lowprec.fp32_state_dict(*pair) for pair in zip(models, optimizers, strict=True))
+    for (name, param), (_, reference) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert has_shard_of(param, reference), (optim, name)
+        assert has_shard_of(estimates[name], expected[name]), (optim, name)
+        states, of_reference = (o.state[p] for o, p in zip(optimizers, (param, reference), strict=True))
+        assert states.keys() == of_reference.keys(), (optim, name)
+        for key, value in of_reference.items():
+            assert has_shard_of(states[key], value), (optim, name, key)
+
+
+def check_gradients(folder: Path, sizes: dict[str, int], accumulation: str) -> None:
+    """Three micro-batches, the same on all ranks: gradients are those of the whole model, up to rounding.
+
+    Errors are those of some ten operations in BF16 (√10 · 2^-9) in both models, over sums with cancellation: a few
+    percent of the norm. A gradient that was added twice, or divided, is off by a third or more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 64, (1, 3), generator=generator) for _ in range(3)]
+    models = [load(folder, sizes) for sizes in (sizes, None)]
+    for model in models:
+        one = trainer(model, "adamw_bf16_split", optim_args=f"grad_accumulation={accumulation}")
+        if model is models[0]:
+            one.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        for number, batch in enumerate(batches):
+            one.accelerator.gradient_state._set_sync_gradients(number == 2)
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(number == 2)
+            (model(input_ids=batch, labels=batch).loss / 3).backward()
+    for (name, param), reference in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        error = (grad.double() - reference.grad.double()).norm() / reference.grad.double().norm()
+        assert error < 0.1, (name, float(error))
+
+
+def check_replicated() -> None:
+    """Gradients that differ between ranks are averaged when they are complete, summed in FP32, and rounded once."""
+    param, complete, ranks = nn.Parameter(torch.zeros(5).bfloat16()), [False], dist.get_world_size()
+    average_gradients([param], lambda: complete[0])
+    of_ranks = torch.randn(ranks, 2, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for number, gradient in enumerate(of_ranks[dist.get_rank()]):
+        complete[0] = number == 1
+        (param * gradient).sum().backward()
+    accumulated = of_ranks[:, 0] + of_ranks[:, 1]
+    assert torch.equal(param.grad, (accumulated.double().sum(0) / ranks).bfloat16())
+
+
+class CheckNorms(TrainerCallback):
+    """Compares the norm by which the step clips with that of the gradients, gathered, in FP64."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        grads = [param.grad for param in model.parameters()]
+        full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        self.norm = torch.stack([grad.double().square().sum() for grad in full]).sum().sqrt()
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        torch.testing.assert_close(optimizer.optimizer.grad_norm.double(), self.norm, rtol=2**-20, atol=0)
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of every rank's parts of weights and states."""
+    own = hashlib.sha256()
+    for param in model.parameters():
+        for tensor in (param, *optimizer.state[param].values()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            own.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    gathered: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(gathered, own.hexdigest())
+    return gathered
+
+
+def check_trainer(folder: Path, sizes: dict[str, int], optim: str, out: Path) -> None:
+    found = []
+    options = {"output_dir": out, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
+    for resume in (None, str(out / "checkpoint-2")):
+        one = trainer(load(folder, sizes), optim, **options, gradient_accumulation_steps=2)
+        one.add_callback(CheckNorms())
+        one.evaluate(counting_data(8))  # FSDP2 leaves some parameters gathered, which the optimizer must not hold
+        one.train(resume_from_checkpoint=resume)
+        check_replicas(one.model, one.optimizer)
+        found.append(digests(one.model, one.optimizer.optimizer))
+    assert found[0] == found[1]
+    assert "bfloat16" in {str(param.dtype).removeprefix("torch.") for param in one.model.parameters()}
+    if sizes.get("tp_size", 1) > 1:
+        norm = one.model.get_parameter("model.norm.weight")
+        local = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()
+        before = local.clone()
+        local[3] += dist.get_rank() % 2
+        with pytest.raises(RuntimeError, match=r"replicas differ: model\.norm\.weight on rank"):
+            check_replicas(one.model)
+        local.copy_(before)
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.1, losses
+    estimates = hf_lowprec.fp32_state_dict(one.model, one.optimizer)
+    hf_lowprec.save_pretrained(one.model, one.optimizer, out / "exported")
+    exported = load(out / "exported", None)
+    for name, estimate in estimates.items():
+        assert has_shard_of(estimate, exported.state_dict()[name]), name
+
+
+def check_other_mesh(folder: Path, sizes: dict[str, int], optim: str, out: Path) -> None:
+    """A checkpoint of another mesh is loaded as it was saved, bit for bit."""
+    exported = load(out / "exported", None)
+    one = trainer(load(folder, sizes), optim, output_dir=out)
+    one.train(resume_from_checkpoint=str(out / "checkpoint-4"))  # its last step
+    for name, estimate in hf_lowprec.fp32_state_dict(one.model, one.optimizer).items():
+        assert has_shard_of(estimate, exported.state_dict()[name]), name
+
+
+def main(action: str, kind: str, written: str, optims: str, folder: str) -> None:
+    torch._C._get_accelerator = lambda *args: torch.device("cpu")  # which transformers asks for the mesh's device
+    ParallelismConfig._validate_accelerator = lambda *args: None  # it refuses CPUs
+    dist.init_process_group("gloo")
+    parameter_samples.SMALLEST = parameter_samples.LARGEST = 1 << 16
+    base, sizes = Path(folder, kind), {key: int(value) for key, value in (e.split("=") for e in written.split(","))}
+    if os.environ["RANK"] == "0":
+        build(kind).save_pretrained(base)
+    dist.barrier()
+    if action == "gradients":
+        check_gradients(base, sizes, optims)
+        check_replicated()
+    for optim in optims.split(",") if action != "gradients" else ():
+        if action == "steps":
+            check_steps(base, sizes, optim)
+        else:
+            check_trainer(base, sizes, optim, Path(folder, optim))
+            if dist.get_world_size() == 4:
+                other = {"fsdp_size": 4} if kind == "llama" else {"fsdp_size": 4, "ep_size": 4}
+                check_other_mesh(base, other, optim, Path(folder, optim))
+    if dist.get_rank() == 0:
+        print(f"{kind} over {written} agrees: {optims}")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,214 @@
+"""DeepSpeed's engine in an own loop: checkpoints, and gradients that are not finite.
+
+zero_engine.py FOLDER
+"""
+
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor, nn
+from zero_steps import batch_of, gathered, mean, params_of
+
+import hf_lowprec
+from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from tests.support.chosen_cases import EVERY_CASE
+from tests.support.models import tiny_models
+from tests.support.processes import deepspeed_on_cpu  # noqa: F401
+from tests.support.processes.worlds import run_worlds
+
+STAGES = (1, 2, 3)
+SAVED, STEPS = 2, 3
+
+
+def model_in_fp32() -> nn.Module:
+    """A model all of whose weights have low bits, norms included."""
+    model, _ = tiny_models.llama()
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        param.data += 1e-3 * torch.randn(param.shape, generator=generator)
+    return model
+
+
+def engine_of(stage: int, rounding: str, stock: bool = False, looks: bool = True, **options: Any):
+    """DeepSpeed's engine around a new model, with AdamW: that of torch if `stock` is set. `looks`: for NaN."""
+    model = model_in_fp32()
+    hf_lowprec.cast_model(model, keep_low_bits=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,  # 1 by default
+        "bf16": {"enabled": True, "check_grad_overflow": looks},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1500},  # of 1024, 2048 or 3072
+    }
+    if stock:
+        config["zero_allow_untested_optimizer"] = True
+        return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=torch.float32, **options)
+    return initialize_deepspeed(model, optimizer, config)[0]
+
+
+def train(engine, steps: range, gradients: list | None = None) -> list[float]:
+    """Train with a learning rate that falls; returns losses. `gradients` gets, for every step, their means by name."""
+    _, batch = tiny_models.llama()
+    own: dict[str, Tensor] = {}
+    hooks = []
+    for name, param in engine.module.named_parameters():
+        take = lambda gradient, name=name: own.update({name: gradient.detach().clone().view(-1)})  # noqa: E731
+        hooks += [param.register_hook(take)] if gradients is not None else []
+    losses = []
+    for step in steps:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        loss = engine(**batch_of(batch, dist.get_rank(), step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if gradients is not None:
+            gradients.append(dict(zip(own, map(mean, gathered(list(own.values()))), strict=True)))
+    for hook in hooks:
+        hook.remove()
+    return losses
+
+
+def states(engine) -> list[Tensor]:
+    """Copies of the states of this rank's parts."""
+    optimizer = unwrap_optimizer(engine.optimizer)
+    every = ((optimizer.state[part], key) for part in params_of(optimizer) for key in sorted(optimizer.state[part]))
+    return [state[key].clone() for state, key in every]
+
+
+def contents(engine) -> list[Tensor]:
+    """Copies of this rank's weights and states, and of the weights that the model computes with."""
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params if engine.zero_optimization_stage() == 3 else []):
+        parts = params_of(unwrap_optimizer(engine.optimizer))
+        return [*(param.detach().clone() for param in (*parts, *params)), *states(engine)]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def check_resume(folder: str, stage: int) -> None:
+    """The rest of a run is the same if it is resumed, and the checkpoint holds its FP32 weights."""
+    rounding = {1: "split24", 2: "split", 3: "kahan"}[stage]
+    whole, gradients = engine_of(stage, rounding), []
+    train(whole, range(SAVED), gradients)
+    whole.save_checkpoint(folder)
+    saved = contents(whole)
+    losses = train(whole, range(SAVED, STEPS))
+    resumed = engine_of(stage, rounding)
+    resumed.load_checkpoint(folder)
+    assert same(contents(resumed), saved), "loaded"
+    assert train(resumed, range(SAVED, STEPS)) == losses
+    assert same(contents(resumed), contents(whole)), "resumed"
+
+
+def check_fp32_weights(folder: str, stage: int) -> None:
+    """With split, those of FP32 training; with Kahan, weight + compensation of one process."""
+    for rounding in ("split", "kahan"):
+        engine, gradients = engine_of(stage, rounding), []
+        train(engine, range(SAVED), gradients)
+        engine.save_checkpoint(f"{folder}/{rounding}")
+        alone = model_in_fp32()
+        if rounding == "kahan":
+            hf_lowprec.cast_model(alone, keep_low_bits=True)
+        optimizer = hf_lowprec.AdamW(alone.parameters(), lr=1e-2, rounding=rounding, state_dtype=torch.float32)
+        for step, means in enumerate(gradients):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            for name, param in alone.named_parameters():
+                param.grad = means[name].to(param.dtype).view(param.shape)
+            optimizer.step()
+        if dist.get_rank() == 0:
+            weights = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{rounding}")
+            for name, param in alone.named_parameters():
+                expected = param.float()
+                if param.dtype == torch.bfloat16:
+                    expected = expected + optimizer.state[param]["compensation"].float()
+                assert weights[name].dtype == torch.float32 and torch.equal(weights[name], expected), (rounding, name)
+        dist.barrier()
+
+
+def check_refused(folder: str, stage: int, reason: str, look: Callable[[Any], list[Tensor]]) -> None:
+    """The checkpoint in `folder` is not loaded. It does not change, nor does what `look` returns of an engine."""
+    engine = engine_of(stage, "split")
+    train(engine, range(1))
+    before, files = look(engine), written(folder)
+    try:
+        engine.load_checkpoint(folder)
+    except ValueError as error:
+        assert reason in str(error), error
+    else:
+        raise AssertionError("it was loaded")
+    assert same(look(engine), before)
+    assert written(folder) == files
+
+
+def written(folder: str) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def check_stock(folder: str, stage: int) -> None:
+    """Checkpoints of torch's AdamW are refused, though DeepSpeed has loaded their weights by then."""
+    stock = engine_of(stage, "split", stock=True)
+    train(stock, range(1))
+    stock.save_checkpoint(folder)
+    check_refused(folder, stage, "not saved by hf_lowprec", states)
+
+
+def check_nonfinite(folder: str, stage: int) -> None:
+    """NaN on one rank: with `skip_nonfinite` the step leaves no trace and is counted; without, DeepSpeed skips it as
+    well, unless it is told not to look, which ZeRO 3 does anyway."""
+    for skips, looks in ((True, True), (False, True), (False, False))[: 3 if stage < 3 else 2]:
+        engine, other = (engine_of(stage, "split", looks=looks, skip_nonfinite=skips) for _ in range(2))
+        for each in (engine, other):
+            train(each, range(1))
+        before = contents(engine)
+        if dist.get_rank() == 1:
+            spoil = engine.module.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad * torch.nan)
+        train(engine, range(1, 2))
+        if dist.get_rank() == 1:
+            spoil.remove()
+        if stage < 3 and not (skips or looks):
+            assert any(tensor.isnan().any() for tensor in contents(engine))
+            continue
+        assert same(contents(engine), before)
+        assert unwrap_optimizer(engine.optimizer).skipped_steps == int(skips)
+        assert train(engine, range(2, 3)) == train(other, range(2, 3))
+        assert same(contents(engine), contents(other))
+
+
+CHECKS = {check_resume: STAGES, check_fp32_weights: (2, 3), check_stock: (1, 3), check_nonfinite: (1, 3)}
+"""With the stages in the short suite: ZeRO 1 and 2 share most of their code."""
+
+
+def main(folder: str) -> None:
+    def check() -> None:
+        warnings.simplefilter("ignore")
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())
+        for stage in STAGES:
+            if dist.get_world_size() == 2:
+                for each, stages in CHECKS.items():
+                    if EVERY_CASE or stage in stages:
+                        each(f"{folder}/{each.__name__} {stage}", stage)
+            elif EVERY_CASE or stage == 3:
+                reason = "was saved by 2 ranks, and this run has 3"
+                check_refused(f"{folder}/check_resume {stage}", stage, reason, contents)
+
+    gc.collect()
+    gc.freeze()
+    run_worlds(check, (2, 3))
+    print("all checks passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
