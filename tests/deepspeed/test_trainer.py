@@ -51,6 +51,17 @@ def test_a_resumed_run_ends_with_the_same_bits(kind, whole):
     ]
 
 
+@pytest.mark.parametrize("kind", ["zero2", pytest.param("zero3", marks=pytest.mark.every_case)])
+def test_the_best_weights_come_with_their_states(kind, tmp_path):
+    """At the end, they are loaded as when resuming: remainders and all. Trained longer, this model gets better."""
+    constant = ("--lr_scheduler_type", "constant")
+    best = "--load_best_model_at_end True --eval_strategy steps --eval_steps 2 --metric_for_best_model loss"
+    worst = trained(kind, tmp_path / "four steps", *best.split(), "--greater_is_better", "True", *constant)
+    shorter = trained(kind, tmp_path / "two steps", "--max_steps", "2", *constant)
+    assert worst["digest"] == shorter["digest"]
+    assert "were loaded as they are stored" not in worst["report"]
+
+
 def test_stages_train_alike(whole):
     """ZeRO 2 and 3 differ in nothing but where numbers are."""
     two, three = (whole(kind)[0] for kind in ("zero2", "zero3"))
