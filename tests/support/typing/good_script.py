@@ -59,6 +59,8 @@ def train_in_own_loop(model: nn.Module, batches: list[Tensor], folder: Path) -> 
     hf_lowprec.drop_low_bits(model)
     torch.save([weights, optimizer.state_dict()], folder / "weights.pt")
     hf_lowprec.save_pretrained(model, optimizer, folder, dtype="bfloat16")
+    engine, *_ = hf_lowprec.initialize_deepspeed(model, AdamW(model.parameters()), folder / "zero2.json")
+    print(engine.global_steps)
     print(hf_lowprec.export_checkpoint(folder, folder / "out", dtype=torch.float32), reduce_in_fp32)
     return float(loss)
 
