@@ -47,12 +47,21 @@ SIZE = {
 STEPS = 3
 
 
-def build(kind: str) -> nn.Module:
+def build(kind: str, **options: int) -> nn.Module:
     torch.manual_seed(0)
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZE))
+        return LlamaForCausalLM(LlamaConfig(**SIZE | options))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE | experts | options))
+
+
+def begin(written: str) -> dict[str, int]:
+    """Let this rank shard models at load; the arguments of `DistributedConfig` that `written` has."""
+    torch._C._get_accelerator = lambda *args: torch.device("cpu")  # which transformers asks for the mesh's device
+    ParallelismConfig._validate_accelerator = lambda *args: None  # it refuses CPUs
+    if not dist.is_initialized():  # TrainingArguments may have done it
+        dist.init_process_group("gloo")
+    return {key: int(value) for key, value in (entry.split("=") for entry in written.split(","))}
 
 
 def load(folder: Path, sizes: dict[str, int] | None) -> nn.Module:
@@ -205,11 +214,8 @@ def check_other_mesh(folder: Path, sizes: dict[str, int], optim: str, out: Path)
 
 
 def main(action: str, kind: str, written: str, optims: str, folder: str) -> None:
-    torch._C._get_accelerator = lambda *args: torch.device("cpu")  # which transformers asks for the mesh's device
-    ParallelismConfig._validate_accelerator = lambda *args: None  # it refuses CPUs
-    dist.init_process_group("gloo")
+    base, sizes = Path(folder, kind), begin(written)
     parameter_samples.SMALLEST = parameter_samples.LARGEST = 1 << 16
-    base, sizes = Path(folder, kind), {key: int(value) for key, value in (e.split("=") for e in written.split(","))}
     if os.environ["RANK"] == "0":
         build(kind).save_pretrained(base)
     dist.barrier()
