@@ -9,6 +9,7 @@ on the same gradients as that of the whole model; with "trainer", it trains, sav
 import hashlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
@@ -21,6 +22,7 @@ from accelerate.utils import ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     EuroBertConfig,
@@ -39,6 +41,7 @@ import hf_lowprec
 from hf_lowprec.monitor import parameter_samples
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.replicated_parameters import average_gradients
+from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
 from tests.support.training.tiny_trainer import counting_data
@@ -49,6 +52,7 @@ SIZE = {
 }  # fmt: skip
 """Most states can be in 8 bits: they need shards whose rows are multiples of 32."""
 STEPS = 3
+PLACES = ["layers.0.mlp.down_proj", "layers.0.mlp.experts", "layers.0.self_attn.q_norm", "lm_head"]
 
 
 def build(kind: str, **options: int) -> nn.Module:
@@ -73,7 +77,8 @@ def begin(written: str) -> dict[str, int]:
 
 def load(folder: Path, sizes: dict[str, int] | None) -> nn.Module:
     config = {} if sizes is None else {"distributed_config": DistributedConfig(**sizes)}
-    auto = AutoModelForMaskedLM if folder.name == "encoder" else AutoModelForCausalLM
+    encodes = AutoConfig.from_pretrained(folder).model_type == "eurobert"
+    auto = AutoModelForMaskedLM if encodes else AutoModelForCausalLM
     return auto.from_pretrained(folder, dtype=torch.float32, **config)
 
 
@@ -240,20 +245,19 @@ class CheckSkips(TrainerCallback):
 
 def check_nonfinite(folder: Path, sizes: dict[str, int]) -> None:
     """One element is NaN of one gradient on the last rank, in the second step: all ranks skip this step alone."""
-    for place in ("layers.0.mlp.down_proj", "layers.0.mlp.experts", "layers.0.self_attn.q_norm", "norm", "lm_head"):
-        model, passes = load(folder, sizes), 0
+    for place in ("norm", *PLACES) if EVERY_CASE else ("norm",):  # a replica over TP, whose groups must agree
+        model, passes = load(folder, sizes), Counter[str]()
         modules = [module for name, module in model.named_modules() if name.removeprefix("model.") == place]
         if not modules:
             continue
 
-        def spoil(name: str, gradient: torch.Tensor) -> None:
-            nonlocal passes
-            passes += 1
-            if passes == 2 and dist.get_rank() == dist.get_world_size() - 1:
+        def spoil(name: str, gradient: torch.Tensor, passes: Counter[str] = passes) -> None:
+            passes[name] += 1
+            if passes[name] == 2 and dist.get_rank() == dist.get_world_size() - 1:
                 gradient.view(-1)[0] = torch.nan
 
         change_gradients(modules[0], spoil)
-        one = trainer(model, "adamw_bf16_split", optim_args="skip_nonfinite=True", per_device_train_batch_size=2)
+        one = trainer(model, "adamw_bf16_split", optim_args="skip_nonfinite=True", max_steps=STEPS)
         one.add_callback(CheckSkips())
         one.train()
         skipped: list[int] = [0] * dist.get_world_size()
