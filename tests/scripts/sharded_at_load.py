@@ -3,7 +3,8 @@
 sharded_at_load.py steps|gradients|sums|nonfinite|trainer llama|moe|encoder SIZES OPTIM,… FOLDER
 
 SIZES are arguments of `DistributedConfig`, such as fsdp_size=2,tp_size=2. With "steps", the Trainer's optimizer steps
-on the same gradients as that of the whole model; with "trainer", it trains, saves, resumes and exports.
+on the same gradients as that of the whole model; with "sums", gradients that differ between ranks are summed; with
+"nonfinite", one rank's are NaN; with "trainer", it trains, saves, resumes and exports.
 """
 
 import hashlib
@@ -177,7 +178,7 @@ def check_sums(folder: Path, sizes: dict[str, int]) -> None:
     """Means of different gradients on all ranks are off by one rounding from the exact ones, and by the sum's in FP32.
 
     In FP32, a sum of n numbers and its division are off by n · 2^-24 · (the sum of their sizes), and one rounding to
-    BF16 is by 2^-8 of the number, half a unit in the last place. FP32 gradients are summed in FP64 and rounded to FP32: 2^-24.
+    BF16 is by 2^-8 of the number, half a unit in the last place. FP32 gradients are summed in FP64, rounded by 2^-24.
     """
     model = load(folder, sizes)
     trainer(model, "adamw_bf16_split").accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -257,7 +258,8 @@ def check_nonfinite(folder: Path, sizes: dict[str, int]) -> None:
                 gradient.view(-1)[0] = torch.nan
 
         change_gradients(modules[0], spoil)
-        one = trainer(model, "adamw_bf16_split", optim_args="skip_nonfinite=True", max_steps=STEPS)
+        options = {"output_dir": folder, "optim_args": "skip_nonfinite=True", "max_steps": STEPS}
+        one = trainer(model, "adamw_bf16_split", **options)
         one.add_callback(CheckSkips())
         one.train()
         skipped: list[int] = [0] * dist.get_world_size()
