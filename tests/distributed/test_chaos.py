@@ -20,12 +20,12 @@ from tests.support.processes.ranks import SCRIPTS
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 KILLS = int(os.environ.get("HF_LOWPREC_KILLS", "1"))
-SEED = int(os.environ.get("HF_LOWPREC_SEED", "6"))  # kills in the second save, so that the first is resumed from
+SEED = int(os.environ.get("HF_LOWPREC_SEED", "9"))  # kills in the second save, so that the first is resumed from
 NEVER = (0, 99, 0.0)
 BEFORE_ITS_RANDOM_STATE, BEFORE_ON_SAVE = (1, 2, "random_state"), (0, 2, "on_save")
 """Rank 1 in the checkpoint of step 4; and rank 0 when it saves for the second time after that."""
-RANKS, SAVING = 2, 0.15
-"""Most seconds that a save takes on a busy machine."""
+SAVING = 0.15
+"""Most seconds that a save of two ranks takes on a busy machine."""
 
 
 def fsdp2(state_dict_type: str) -> list[str]:
@@ -46,6 +46,14 @@ MORE_MODES = [
     ("sharded", "adamw_bf16_split24", []),
     ("ddp", "adamw_bf16_split24", [IN_8_BITS, RELEASED]),
 ]
+SHARDED_AT_LOAD = [
+    ("llama:fsdp_size=2,tp_size=2", "adamw_bf16_split", [IN_8_BITS]),
+    ("moe:fsdp_size=4,ep_size=2", "adamw_bf16_kahan", []),  # the experts: EP 2 x FSDP2 2
+]
+
+
+def ranks_of(mode: tuple[str, str, list[str]]) -> int:
+    return 4 if mode in SHARDED_AT_LOAD else 2
 
 
 def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, float | str]) -> forkserver.Done:
@@ -58,7 +66,7 @@ def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, f
         words += f" --max_grad_norm {0.5 if DELAYED in options else 0}"
     if any(map(is_good, out.glob("checkpoint-*"))):
         words += " --resume_from_checkpoint True"
-    arguments = [RANKS, SCRIPTS / "killed_at.py", *killed, *WRAPPED.get(wrapped, [wrapped]), *words.split()]
+    arguments = [ranks_of(mode), SCRIPTS / "killed_at.py", *killed, *WRAPPED.get(wrapped, [wrapped]), *words.split()]
     settings = {"HIDDEN_SIZE": "64", "BUCKET_ELEMENTS": "4000"}
     return forkserver.run(SCRIPTS / "forked_ranks.py", [str(word) for word in arguments], timeout=120, **settings)
 
@@ -76,15 +84,28 @@ def test_nothing_is_lost_by_kills(mode, tmp_path):
     lose_nothing(mode, tmp_path)
 
 
-def lose_nothing(mode: tuple[str, str, list[str]], tmp_path: Path) -> None:
-    """Train as a whole, and with kills and resumes; compare the ends."""
+@pytest.mark.parametrize(
+    ("mode", "count"),
+    [
+        (SHARDED_AT_LOAD[0], KILLS),
+        *(pytest.param(mode, max(KILLS, 10), marks=pytest.mark.every_case) for mode in SHARDED_AT_LOAD),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+@pytest.mark.combinations(1)
+def test_nothing_is_lost_by_kills_of_models_sharded_at_load(mode, count, tmp_path):
+    lose_nothing(mode, tmp_path, count)
+
+
+def lose_nothing(mode: tuple[str, str, list[str]], tmp_path: Path, count: int = KILLS) -> None:
+    """Train as a whole, and with `count` kills of one rank or all and resumes; compare the ends."""
     whole = train(tmp_path / "whole", mode, NEVER)
     assert whole.returncode == 0, whole.stderr[-4000:]
     out, moments = tmp_path / "killed", random.Random(SEED)
-    kills = 0
-    while kills < KILLS:
+    kills, ranks = 0, ranks_of(mode)
+    while kills < count:
         save = moments.choice([0, 1, 1, 2, 2, 3])
-        at = (moments.randrange(RANKS), save, moments.uniform(0, SAVING if save else 1))
+        at = (moments.randrange(-1, ranks), save, moments.uniform(0, SAVING * ranks / 2 if save else 1))
         done = train(out, mode, at)
         found = {path.name: is_good(path) for path in sorted(out.glob("checkpoint-*"))}
         print(f"kill {kills + 1} at {at}: {'died' if done.returncode else 'ended'}, {found}")
@@ -93,8 +114,10 @@ def lose_nothing(mode: tuple[str, str, list[str]], tmp_path: Path) -> None:
             shutil.rmtree(out)
             continue
         story = done.stdout + done.stderr
-        (end,) = re.findall(rf"rank {at[0]} of {RANKS} failed\n(\w*)", story)
-        assert end in ("", "rank"), story[-6000:]  # by the kill, not by an exception of its own
+        killed = at[0] if at[0] >= 0 else r"\d"
+        ends = re.findall(rf"rank {killed} of {ranks} failed\n(\w*)", story)
+        by_kill = {"", "rank"} & {*ends} if at[0] < 0 else {*ends} <= {"", "rank"}  # of all, the first takes the others
+        assert ends and by_kill, story[-9000:]
         kills += 1
     last = train(out, mode, NEVER)
     assert last.returncode == 0, last.stderr[-4000:]

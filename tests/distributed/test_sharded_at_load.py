@@ -18,7 +18,12 @@ SETUPS = {
     "FSDP2 x TP of experts": (4, "moe", "fsdp_size=2,tp_size=2"),
     "FSDP2 of experts": (4, "moe", "fsdp_size=4,ep_size=2"),
     "FSDP2 x TP x EP": (4, "moe", "fsdp_size=2,tp_size=2,ep_size=2"),
+    "FSDP2 of an encoder": (2, "encoder", "fsdp_size=2"),
     "8 ranks": (8, "moe", "fsdp_size=4,tp_size=2,ep_size=2"),
+}
+OF_SUMS = {
+    "FSDP2, experts in groups": (8, "moe", "fsdp_size=8,ep_size=2"),
+    "TP": (8, "moe", "tp_size=8"),
 }
 
 
@@ -29,7 +34,7 @@ def setups(*chosen: str) -> pytest.MarkDecorator:
 
 
 def run(setup: str, action: str, options: str, folder) -> None:
-    ranks, kind, sizes = SETUPS[setup]
+    ranks, kind, sizes = (OF_SUMS if action == "sums" else SETUPS)[setup]
     assert "agrees" in run_ranks("sharded_at_load.py", ranks, action, kind, sizes, options, str(folder))
 
 
@@ -47,6 +52,18 @@ def test_steps_are_those_of_the_whole_model(tmp_path, setup, modes):
 @pytest.mark.parametrize("accumulation", ["nearest", pytest.param("fp32", marks=pytest.mark.every_case)])
 def test_gradients_of_micro_batches_are_those_of_the_whole_model(tmp_path, setup, accumulation):
     run(setup, "gradients", accumulation, tmp_path)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("setup", OF_SUMS)
+def test_sums_over_8_ranks_are_rounded_once(tmp_path, setup):
+    """Against exact means in FP64."""
+    run(setup, "sums", "any", tmp_path)
+
+
+@pytest.mark.parametrize("setup", ["FSDP2 x TP", pytest.param("FSDP2 of experts", marks=pytest.mark.every_case)])
+def test_all_ranks_skip_a_step_with_nan_on_one(tmp_path, setup):
+    run(setup, "nonfinite", "any", tmp_path)
 
 
 @setups("FSDP2 x TP of experts")

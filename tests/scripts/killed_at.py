@@ -2,8 +2,8 @@
 
 killed_at.py RANK SAVE WHEN [ARGUMENTS of trainer_ranks.py...]
 
-WHEN is a number of seconds after the checkpoint was begun; or "random_state", before the rank writes its own and when
-rank 0 has written all that it writes; or "on_save", when Trainer has written all.
+RANK -1 stands for all of them. WHEN is a number of seconds after the checkpoint was begun; or "random_state", before
+the rank writes its own and when rank 0 has written all that it writes; or "on_save", when Trainer has written all.
 """
 
 import os
@@ -17,6 +17,7 @@ from trainer_ranks import main
 from transformers import Trainer, TrainerCallback
 
 rank, save, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank = int(os.environ["RANK"]) if rank < 0 else rank
 begun = 0
 
 

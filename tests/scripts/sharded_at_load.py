@@ -1,14 +1,17 @@
 """Trainer on a model that transformers has sharded over a device mesh while loading it.
 
-sharded_at_load.py steps|trainer llama|moe SIZES OPTIM,… FOLDER
+sharded_at_load.py steps|gradients|sums|nonfinite|trainer llama|moe|encoder SIZES OPTIM,… FOLDER
 
 SIZES are arguments of `DistributedConfig`, such as fsdp_size=2,tp_size=2. With "steps", the Trainer's optimizer steps
-on the same gradients as that of the whole model; with "trainer", it trains, saves, resumes and exports.
+on the same gradients as that of the whole model; with "sums", gradients that differ between ranks are summed; with
+"nonfinite", one rank's are NaN; with "trainer", it trains, saves, resumes and exports.
 """
 
 import hashlib
 import os
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
 
@@ -20,7 +23,11 @@ from accelerate.utils import ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    EuroBertConfig,
+    EuroBertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3MoeConfig,
@@ -35,6 +42,7 @@ import hf_lowprec
 from hf_lowprec.monitor import parameter_samples
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.replicated_parameters import average_gradients
+from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
 from tests.support.training.tiny_trainer import counting_data
@@ -45,19 +53,34 @@ SIZE = {
 }  # fmt: skip
 """Most states can be in 8 bits: they need shards whose rows are multiples of 32."""
 STEPS = 3
+PLACES = ["layers.0.mlp.down_proj", "layers.0.mlp.experts", "layers.0.self_attn.q_norm", "lm_head"]
 
 
-def build(kind: str) -> nn.Module:
+def build(kind: str, **options: int) -> nn.Module:
     torch.manual_seed(0)
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZE))
+        return LlamaForCausalLM(LlamaConfig(**SIZE | options))
+    if kind == "encoder":
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id"), 0)
+        return EuroBertForMaskedLM(EuroBertConfig(**SIZE | tokens | options))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE | experts | options))
+
+
+def begin(written: str) -> dict[str, int]:
+    """Let this rank shard models at load; the arguments of `DistributedConfig` that `written` has."""
+    torch._C._get_accelerator = lambda *args: torch.device("cpu")  # which transformers asks for the mesh's device
+    ParallelismConfig._validate_accelerator = lambda *args: None  # it refuses CPUs
+    if not dist.is_initialized():  # TrainingArguments may have done it
+        dist.init_process_group("gloo")
+    return {key: int(value) for key, value in (entry.split("=") for entry in written.split(","))}
 
 
 def load(folder: Path, sizes: dict[str, int] | None) -> nn.Module:
     config = {} if sizes is None else {"distributed_config": DistributedConfig(**sizes)}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config)
+    encodes = AutoConfig.from_pretrained(folder).model_type == "eurobert"
+    auto = AutoModelForMaskedLM if encodes else AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, **config)
 
 
 def trainer(model: nn.Module, optim: str, **options) -> Trainer:
@@ -130,6 +153,73 @@ def check_gradients(folder: Path, sizes: dict[str, int], accumulation: str) -> N
         assert error < 0.1, (name, float(error))
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def change_gradients(module: nn.Module, change: Callable[[str, torch.Tensor], None]) -> None:
+    """Call `change` with the name of each own parameter of `module` and what this rank computes for its gradient."""
+
+    def before(module: nn.Module, inputs: tuple) -> None:
+        for name, param in module.named_parameters(recurse=False):  # of FSDP2, it is there during the passes only
+
+            def changed(gradient: torch.Tensor, name: str = name) -> torch.Tensor:
+                copy = gradient.clone()
+                change(name, local(copy))
+                return copy
+
+            if param.requires_grad:
+                param.register_hook(changed)
+
+    module.register_forward_pre_hook(before)
+
+
+def check_sums(folder: Path, sizes: dict[str, int]) -> None:
+    """Means of different gradients on all ranks are off by one rounding from the exact ones, and by the sum's in FP32.
+
+    In FP32, a sum of n numbers and its division are off by n · 2^-24 · (the sum of their sizes), and one rounding to
+    BF16 is by 2^-8 of the number, half a unit in the last place. FP32 gradients are summed in FP64, rounded by 2^-24.
+    """
+    model = load(folder, sizes)
+    trainer(model, "adamw_bf16_split").accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    given: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+
+        def give(name: str, gradient: torch.Tensor, path: str = path) -> None:
+            generator = torch.Generator().manual_seed(crc32(f"{dist.get_rank()} {path}.{name}".encode()))
+            given[f"{path}.{name}"] = gradient.copy_(torch.randn(gradient.shape, generator=generator)).clone()
+
+        change_gradients(module, give)
+    model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss.backward()
+    of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, given)
+    errors: dict[torch.dtype, float] = {}
+    for name, param in model.named_parameters():
+        ranks, divisor = summed_over(name, param, sizes)
+        addends = torch.stack([of_ranks[rank][name] for rank in ranks]).double()
+        exact, size = addends.sum(0) / divisor, addends.abs().sum(0) / divisor
+        if isinstance(param, DTensor):
+            exact, size = (part.chunk(len(ranks))[ranks.index(dist.get_rank())] for part in (exact, size))
+        error = (local(param.grad).double() - exact).abs()
+        fp32 = param.dtype == torch.float32
+        of_sum = len(ranks) * (2**-53 if fp32 else 2**-24) * size
+        bound = exact.abs() * (2**-24 if fp32 else 2**-8) + of_sum * (1 + 2**-8)
+        assert (error <= bound).all(), (name, float((error / bound).max()))
+        errors[param.dtype] = max(errors.get(param.dtype, 0), float(error.norm() / exact.norm()))
+    if dist.get_rank() == 0:
+        print("largest relative errors of a gradient:", errors)
+
+
+def summed_over(name: str, param: nn.Parameter, sizes: dict[str, int]) -> tuple[list[int], int]:
+    """The ranks whose gradients of a parameter are parts of this rank's, and what their sum is divided by."""
+    rank, ranks, apart = dist.get_rank(), dist.get_world_size(), sizes.get("ep_size", 1)
+    if "fsdp_size" in sizes:  # of experts, a rank has the gradients for all tokens of its group
+        return [*range(rank % apart, ranks, apart)] if "experts" in name else [*range(ranks)], ranks
+    if isinstance(param, DTensor):  # parts of TP
+        return [rank], 1
+    return [*range(ranks)], ranks
+
+
 def check_replicated() -> None:
     """Gradients that differ between ranks are averaged when they are complete, summed in FP32, and rounded once."""
     param, complete, ranks = nn.Parameter(torch.zeros(5).bfloat16()), [False], dist.get_world_size()
@@ -140,6 +230,42 @@ def check_replicated() -> None:
         (param * gradient).sum().backward()
     accumulated = of_ranks[:, 0] + of_ranks[:, 1]
     assert torch.equal(param.grad, (accumulated.double().sum(0) / ranks).bfloat16())
+
+
+class CheckSkips(TrainerCallback):
+    """Compares every rank's weights and states before and after each step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.before = digests(model, optimizer.optimizer)
+
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        skips = state.global_step == 1  # the second of the steps
+        unchanged = [*map(str.__eq__, self.before, digests(model, optimizer.optimizer))]
+        assert unchanged == [skips] * dist.get_world_size(), (state.global_step, unchanged)
+
+
+def check_nonfinite(folder: Path, sizes: dict[str, int]) -> None:
+    """One element is NaN of one gradient on the last rank, in the second step: all ranks skip this step alone."""
+    for place in ("norm", *PLACES) if EVERY_CASE else ("norm",):  # a replica over TP, whose groups must agree
+        model, passes = load(folder, sizes), Counter[str]()
+        modules = [module for name, module in model.named_modules() if name.removeprefix("model.") == place]
+        if not modules:
+            continue
+
+        def spoil(name: str, gradient: torch.Tensor, passes: Counter[str] = passes) -> None:
+            passes[name] += 1
+            if passes[name] == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                gradient.view(-1)[0] = torch.nan
+
+        change_gradients(modules[0], spoil)
+        options = {"output_dir": folder, "optim_args": "skip_nonfinite=True", "max_steps": STEPS}
+        one = trainer(model, "adamw_bf16_split", **options)
+        one.add_callback(CheckSkips())
+        one.train()
+        skipped: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(skipped, one.optimizer.optimizer.skipped_steps)
+        assert skipped == [1] * dist.get_world_size(), (place, skipped)
+        check_replicas(one.model, one.optimizer)
 
 
 class CheckNorms(TrainerCallback):
@@ -205,18 +331,20 @@ def check_other_mesh(folder: Path, sizes: dict[str, int], optim: str, out: Path)
 
 
 def main(action: str, kind: str, written: str, optims: str, folder: str) -> None:
-    torch._C._get_accelerator = lambda *args: torch.device("cpu")  # which transformers asks for the mesh's device
-    ParallelismConfig._validate_accelerator = lambda *args: None  # it refuses CPUs
-    dist.init_process_group("gloo")
+    base, sizes = Path(folder, kind), begin(written)
     parameter_samples.SMALLEST = parameter_samples.LARGEST = 1 << 16
-    base, sizes = Path(folder, kind), {key: int(value) for key, value in (e.split("=") for e in written.split(","))}
     if os.environ["RANK"] == "0":
-        build(kind).save_pretrained(base)
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8} if action == "sums" else {}  # for TP over 8 ranks
+        build(kind, **heads).save_pretrained(base)
     dist.barrier()
     if action == "gradients":
         check_gradients(base, sizes, optims)
         check_replicated()
-    for optim in optims.split(",") if action != "gradients" else ():
+    if action == "sums":
+        check_sums(base, sizes)
+    if action == "nonfinite":
+        check_nonfinite(base, sizes)
+    for optim in optims.split(",") if action in ("steps", "trainer") else ():
         if action == "steps":
             check_steps(base, sizes, optim)
         else:

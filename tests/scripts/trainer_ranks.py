@@ -1,6 +1,8 @@
 """The stock Trainer on real text in however many processes there are; rank 0 prints what it trained.
 
-trainer_ranks.py ddp|fsdp2|hsdp|zero1|zero2|zero3 [--words of TrainingArguments]
+trainer_ranks.py ddp|fsdp2|hsdp|zero1|zero2|zero3|llama:SIZES|moe:SIZES [--words of TrainingArguments]
+
+With SIZES, arguments of `DistributedConfig` such as fsdp_size=2,tp_size=2, transformers shards the model at load.
 
 With ROWS=n in the environment there are n sequences to train on.
 With EVALUATED_FIRST in the environment the model is evaluated before it is trained.
@@ -19,7 +21,9 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
+import sharded_at_load
 import torch
 import torch.distributed as dist
 from accelerate.utils import ParallelismConfig
@@ -49,6 +53,16 @@ def llama(**settings) -> LlamaForCausalLM:
     torch.manual_seed(0)
     size = {"hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **size | settings))
+
+
+def loaded(kind: str, folder: Path) -> torch.nn.Module:
+    """A model that transformers shards while loading it from `folder`, where it is saved first."""
+    name, written = kind.split(":")
+    sizes = sharded_at_load.begin(written)
+    if dist.get_rank() == 0:
+        sharded_at_load.build(name, vocab_size=256).save_pretrained(folder)
+    dist.barrier()
+    return sharded_at_load.load(folder, sizes)
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -119,7 +133,7 @@ def main(kind: str, *words: str) -> None:
     if kind.startswith("zero"):
         sharded = zero(int(kind[-1]))
     else:
-        sharded = ["--use_cpu", *(["--fsdp", "--fsdp_config", json.dumps(config)] if kind != "ddp" else [])]
+        sharded = ["--use_cpu", *(["--fsdp", "--fsdp_config", json.dumps(config)] if kind in ("fsdp2", "hsdp") else [])]
     if "SEED_OF_RANK_1" in os.environ and os.environ["RANK"] == "1":
         sharded += ["--seed", os.environ["SEED_OF_RANK_1"]]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
@@ -132,7 +146,8 @@ def main(kind: str, *words: str) -> None:
     processing = tokenizer() if "SAVED_TO" in os.environ else None
     datasets = {"train_dataset": text(rows), "eval_dataset": text(8)}
     size = {"hidden_size": int(os.environ["HIDDEN_SIZE"])} if "HIDDEN_SIZE" in os.environ else {}
-    trainer = Trainer(llama(**size), args, **datasets, callbacks=[change], processing_class=processing)
+    model = loaded(kind, Path(f"{args.output_dir}-base")) if ":" in kind else llama(**size)
+    trainer = Trainer(model, args, **datasets, callbacks=[change], processing_class=processing)
     if "EVALUATED_FIRST" in os.environ:
         trainer.evaluate()
     resume = args.resume_from_checkpoint
@@ -143,7 +158,7 @@ def main(kind: str, *words: str) -> None:
         folder = os.environ["SAVED_TO"]
         hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, folder, processing_class=processing)
         trainer.save_model(f"{folder}-stored")
-    if kind.startswith("zero"):
+    if kind.startswith("zero") or ":" in kind:
         found = digest_of_parts(unwrap_optimizer(trainer.optimizer))
     else:
         found = digest(trainer.model, trainer.optimizer.optimizer)

@@ -62,12 +62,27 @@ def square_sum_of(grads: Iterable[Tensor], device: torch.device) -> Tensor:
 def global_norm(backend_steps: Sequence[BackendStep]) -> Tensor:
     """The norm of all gradients, over all groups and shards; FP32 scalar.
 
-    It is on the device of the first group, or on the CPU if there are no groups.
+    It is on the device of the first group, or on the CPU if there are no groups. What is not finite in one replica of a
+    shard reaches all ranks over which other gradients are sharded: they skip a step together.
     """
-    sums = [sum_over_shards(step.square_sum(), step.fused_group.sharding) for step in backend_steps]
-    if not sums:
+    if not backend_steps:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    return torch.stack([part.to(sums[0].device) for part in sums]).sum().sqrt().float()
+    sums: dict[BackendStep, Tensor] = {}
+    spread: Tensor | None = None
+    for step in sorted(backend_steps, key=_count_of_shards):
+        part, sharding = step.square_sum(), step.fused_group.sharding
+        if spread is not None:
+            part = part + spread.to(part.device)
+        sums[step] = sum_over_shards(part, sharding)
+        if sharding is not None:
+            spread = 0 * sums[step]  # NaN, or nothing
+    first = sums[backend_steps[0]].device
+    return torch.stack([sums[step].to(first) for step in backend_steps]).sum().sqrt().float()
+
+
+def _count_of_shards(step: BackendStep) -> int:
+    sharding = step.fused_group.sharding
+    return 1 if sharding is None else math.prod(sharding.mesh.size(dim) for dim in sharding.mesh_dims)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
