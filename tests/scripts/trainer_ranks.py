@@ -23,7 +23,6 @@ import signal
 import sys
 from pathlib import Path
 
-import sharded_at_load
 import torch
 import torch.distributed as dist
 from accelerate.utils import ParallelismConfig
@@ -34,6 +33,7 @@ import hf_lowprec
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
+from tests.scripts import sharded_at_load
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave

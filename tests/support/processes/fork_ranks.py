@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 GRACE = 2.0
@@ -26,6 +27,7 @@ def fork_ranks(action: Callable[[int], object], size: int) -> str | None:
     def act(rank: int) -> None:
         os.close(forking)
         os.read(end_of_forks, 1)  # returns when no process has the other end
+        renew_thread_pool()
         action(rank)
 
     ranks = start_processes(act, nprocs=size, join=False, start_method="fork")
@@ -37,6 +39,15 @@ def fork_ranks(action: Callable[[int], object], size: int) -> str | None:
     except ProcessException:  # it has the traceback of one rank
         return "\n".join(_failures(ranks))
     return None
+
+
+def renew_thread_pool() -> None:
+    """Let torch replace the thread pool that a fork has left without threads.
+
+    It does so at first use, without a lock: two threads of a forked process that use it first at once end the process
+    with "Invalid thread pool".
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _failures(ranks: ProcessContext) -> list[str]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+from tests.support.processes.fork_ranks import renew_thread_pool
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -93,4 +95,5 @@ def _become(script: str, arguments: list[str], environment: dict[str, str], fold
     tempfile.tempdir = None  # may be known already; TMPDIR may say otherwise
     sys.argv = [script, *arguments]
     sys.path[:0] = [str(Path(script).parent), str(ROOT)]
+    renew_thread_pool()
     runpy.run_path(script, run_name="__main__")
