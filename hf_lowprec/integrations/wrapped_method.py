@@ -6,17 +6,21 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import Any
+
+_WRAPPERS = "_hf_lowprec_wrappers"
+"""The attribute of an instance that holds its `_Wrappers`, and of the methods of classes that call them."""
 
 
 def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
-    """Replace `owner.name` by `wrapper(original, *args, **kwargs)`; for a class, `args` begin with the instance.
+    """Replace `owner.name` by `wrapper(original, *args, **kwargs)`; for a method, `args` begin with the instance.
 
-    What replaces the method of an instance pickles along with the instance, if `wrapper` does.
+    An instance is still freed with its last reference, since its wrapped method does not refer to it. It can be
+    pickled if `wrapper` can.
     """
     if not isinstance(owner, type | ModuleType):
-        setattr(owner, name, WrappedMethod(owner, name, wrapper))
+        _wrap_method_of_instance(owner, name, wrapper)
         return
     replaced = inspect.getattr_static(owner, name)
     kind = type(replaced) if isinstance(replaced, classmethod | staticmethod) else None
@@ -32,36 +36,59 @@ def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
 @contextlib.contextmanager
 def temporarily_wrapped(owner: object, name: str, wrapper: Callable) -> Iterator[None]:
     """Replace `owner.name` inside, as `wrap_method` does."""
-    replaced = vars(owner).get(name)
+    changed = (name,) if isinstance(owner, type | ModuleType) else (name, _WRAPPERS)
+    before = {attribute: vars(owner)[attribute] for attribute in changed if attribute in vars(owner)}
     wrap_method(owner, name, wrapper)
     try:
         yield
     finally:
-        if replaced is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, replaced)
+        for attribute in changed:
+            if attribute in before:
+                setattr(owner, attribute, before[attribute])
+            elif attribute in vars(owner):
+                delattr(owner, attribute)
 
 
-class WrappedMethod:
-    """A wrapped method of one instance.
+class _Wrappers(dict[tuple[type, str], tuple[Callable, ...]]):
+    """The wrappers of the methods of an instance, by the class that has the method and its name, innermost first."""
 
-    A closure would not pickle, and an `Accelerator` or a `Trainer` is pickled together with its attributes.
-    """
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (dict(self),)
 
-    def __init__(self, instance: object, name: str, wrapper: Callable) -> None:
-        wrapped_before = vars(instance).get(name)
-        self.__setstate__((instance, name, wrapper, wrapped_before))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper(self._original, *args, **kwargs)
+def _unpickled(wrappers: dict[tuple[type, str], tuple[Callable, ...]]) -> _Wrappers:
+    for cls, name in wrappers:
+        _call_wrappers(cls, name)
+    return _Wrappers(wrappers)
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._instance, self._name, self._wrapper, self._wrapped_before
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._instance, self._name, self._wrapper, self._wrapped_before = state
-        # Not the bound method's own pickle, which would look the name up in the instance and find this object.
-        method = MethodType(getattr(type(self._instance), self._name), self._instance)
-        self._original: Callable = self._wrapped_before or method
-        functools.update_wrapper(self, self._original, updated=())
+def _wrap_method_of_instance(instance: object, name: str, wrapper: Callable) -> None:
+    attributes = vars(instance)
+    cls = next(cls for cls in type(instance).__mro__ if name in vars(cls))
+    _call_wrappers(cls, name)
+    wrappers = attributes.get(_WRAPPERS, _Wrappers())
+    of_method = wrappers.get((cls, name), ())
+    if name in attributes:  # it hides the method of the class
+        of_method = (functools.partial(_call_attribute, attributes.pop(name)),)
+    attributes[_WRAPPERS] = _Wrappers({**wrappers, (cls, name): (*of_method, wrapper)})
+
+
+def _call_attribute(attribute: Callable, original: Callable, instance: object, *args: Any, **kwargs: Any) -> Any:
+    return attribute(*args, **kwargs)
+
+
+def _call_wrappers(cls: type, name: str) -> None:
+    """Let a method of a class call the wrappers that its instance has for it. Calling it again has no effect."""
+    original = vars(cls)[name]
+    if hasattr(original, _WRAPPERS):
+        return
+
+    @functools.wraps(original)
+    def call(instance: object, *args: Any, **kwargs: Any) -> Any:
+        method = original
+        for wrapper in vars(instance).get(_WRAPPERS, {}).get((cls, name), ()):
+            method = functools.partial(wrapper, method)
+        return method(instance, *args, **kwargs)
+
+    setattr(call, _WRAPPERS, True)
+    setattr(cls, name, call)

@@ -84,17 +84,10 @@ def test_nothing_is_lost_by_kills(mode, tmp_path):
     lose_nothing(mode, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("mode", "count"),
-    [
-        (SHARDED_AT_LOAD[0], KILLS),
-        *(pytest.param(mode, max(KILLS, 10), marks=pytest.mark.every_case) for mode in SHARDED_AT_LOAD),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
-)
-@pytest.mark.combinations(1)
-def test_nothing_is_lost_by_kills_of_models_sharded_at_load(mode, count, tmp_path):
-    lose_nothing(mode, tmp_path, count)
+@pytest.mark.every_case
+@pytest.mark.parametrize("mode", SHARDED_AT_LOAD, ids=lambda mode: mode[0])
+def test_nothing_is_lost_by_kills_of_models_sharded_at_load(mode, tmp_path):
+    lose_nothing(mode, tmp_path, max(KILLS, 10))
 
 
 def lose_nothing(mode: tuple[str, str, list[str]], tmp_path: Path, count: int = KILLS) -> None:

@@ -336,6 +336,7 @@ ESTIMATES = [("docs/guides/8b-on-one-gpu.md", one_gpu), ("docs/guides/64-gpus.md
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.parametrize(("page", "texts"), ESTIMATES, ids=[page for page, _ in ESTIMATES])
 def test_a_page_says_what_is_estimated(page: str, texts: Callable[[], list[str]]) -> None:
     content = " ".join((ROOT / page).read_text(encoding="utf-8").split())

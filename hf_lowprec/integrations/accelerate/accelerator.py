@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -141,24 +142,25 @@ def prepare_accelerator(
     prepared_models = PreparedModels()
     comparison = FirstStepComparison(accelerator)
     for optimizer in private_apis.prepared_optimizers(accelerator):
-        comparison.watch(optimizer)
+        comparison.watch(optimizer, models)
     wrappers: dict[str, Callable] = {
         # FP32 sums under FSDP2, which shards the model there.
-        "prepare": functools.partial(_prepare, accelerator, status, prepared_models),
+        "prepare": functools.partial(_prepare, status, prepared_models),
         # FP32 sums under DDP, which wraps the model there.
-        "prepare_model": functools.partial(_prepare_model, accelerator, status, prepared_models),
+        "prepare_model": functools.partial(_prepare_model, status, prepared_models),
         # Compares the ranks before the first step.
         "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
         # Parameters may have become trainable since the model was prepared.
         "backward": functools.partial(_backward, status),
         # DDP over one process need not synchronize micro-batches.
-        "no_sync": functools.partial(_no_sync, accelerator),
+        "no_sync": _no_sync,
         # Our optimizers clip inside their step.
-        "clip_grad_norm_": functools.partial(_clip_grad_norm_, accelerator, comparison),
+        "clip_grad_norm_": functools.partial(_clip_grad_norm_, comparison),
+        # Adds what exporting needs.
+        "save_state": _save_state,
     }
     for name, wrapper in wrappers.items():
         wrap_method(accelerator, name, wrapper)
-    accelerator.register_save_state_pre_hook(functools.partial(_describe_saved_state, accelerator))
     return status
 
 
@@ -244,10 +246,10 @@ class PreparedModels(weakref.WeakSet):
 
 
 def _prepare(
-    accelerator: Accelerator,
     reduction: ReductionStatus,
     prepared_models: PreparedModels,
     original: Callable,
+    accelerator: Accelerator,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -261,7 +263,7 @@ def _prepare(
     if model is not None:
         check_sharded_at_load(accelerator, model)
     if not accelerator.is_fsdp2 or model is None or model in prepared_models:
-        return original(*args, **kwargs)
+        return original(accelerator, *args, **kwargs)
     _return_float32_if_cast(model)
     _compare_models(accelerator, reduction, model)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights yet
@@ -282,7 +284,7 @@ def _prepare(
     is_sharded = private_apis.is_sharded_model(model)
     grouping = nullcontext() if is_sharded else private_apis.before_fully_shard(shard_fp32_modules)
     with returned_on_error(model, low_bits), grouping:
-        prepared = original(*args, **kwargs)
+        prepared = original(accelerator, *args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
     for optimizer in private_apis.prepared_optimizers(accelerator):
         if release := gradient_release_of(optimizer):
@@ -297,10 +299,10 @@ def _prepare(
 
 
 def _prepare_model(
-    accelerator: Accelerator,
     reduction: ReductionStatus,
     prepared_models: PreparedModels,
     original: Callable,
+    accelerator: Accelerator,
     model: nn.Module,
     *args: Any,
     **kwargs: Any,
@@ -311,16 +313,17 @@ def _prepare_model(
         RuntimeError: the ranks' models or settings differ.
     """
     if model in prepared_models:
-        return original(model, *args, **kwargs)
+        return original(accelerator, model, *args, **kwargs)
     _return_float32_if_cast(model)
     if private_apis.is_sharded_at_load(model):
         _reduce_sharded_at_load(accelerator, reduction, model)
-        prepared = original(model, device_placement=False, evaluation_mode=True)  # neither wrapped nor sharded again
+        # It is neither wrapped nor sharded again.
+        prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
         prepared_models.update((model, prepared))
         return prepared
     if is_evaluation(*args, **kwargs):
         with private_apis.prepared_again_later(model):
-            return original(model, *args, **kwargs)
+            return original(accelerator, model, *args, **kwargs)
     _compare_models(accelerator, reduction, model)
     accumulator = None
     if reduction.grad_accumulation != "nearest":
@@ -329,7 +332,7 @@ def _prepare_model(
     wrapped = {id(module) for module in model.modules()}
     low_bits = take_low_bits(model) if accelerator.num_processes > 1 else {}
     with returned_on_error(model, low_bits):
-        prepared = original(model, *args, **kwargs)
+        prepared = original(accelerator, model, *args, **kwargs)
     if accelerator.num_processes > 1:
         give_low_bits(prepared, low_bits, accelerator.device)
     for module in prepared.modules():
@@ -370,16 +373,18 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
         reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
     if accelerator.num_processes > 1:
-        average_gradients(private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator))
+        average_gradients(
+            private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator.gradient_state)
+        )
     if sizes.tp_size > 1:
         reduction.notes.append(
             f"tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits, by torch"
         )
 
 
-def _is_last(accelerator: Accelerator) -> bool:
+def _is_last(state: GradientState) -> bool:
     """Return whether a backward pass is that of the last micro-batch."""
-    return bool(accelerator.sync_gradients)
+    return bool(state.sync_gradients)
 
 
 def _watching(partial: PartialGradients, forward: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -421,7 +426,12 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
 
 
 def _prepare_optimizer(
-    comparison: FirstStepComparison, original: Callable, optimizer: Any, *args: Any, **kwargs: Any
+    comparison: FirstStepComparison,
+    original: Callable,
+    accelerator: Accelerator,
+    optimizer: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
 
@@ -429,19 +439,19 @@ def _prepare_optimizer(
         ValueError: the optimizer releases gradients that the accelerator would accumulate.
     """
     release = gradient_release_of(unwrap_optimizer(optimizer))
-    if release and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(comparison.accelerator))):
+    if release and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(accelerator))):
         raise ValueError(
             "gradient_release=True steps in every backward pass, before the gradients of a model sharded at load "
             "(DistributedConfig) are complete; remove it"
         )
-    steps = comparison.accelerator.gradient_accumulation_steps
+    steps = accelerator.gradient_accumulation_steps
     if release and steps > 1:
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
         )
-    prepared = original(optimizer, *args, **kwargs)
-    comparison.watch(unwrap_optimizer(prepared))
+    prepared = original(accelerator, optimizer, *args, **kwargs)
+    comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(accelerator))
     return prepared
 
 
@@ -451,8 +461,17 @@ def _return_float32_if_cast(model: nn.Module) -> None:
         return_float32(model)
 
 
+def _save_state(original: Callable, accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.save_state`: describe the saved state in its folder, whose name a hook gets."""
+    hook = accelerator.register_save_state_pre_hook(functools.partial(_describe_saved_state, accelerator))
+    try:
+        return original(accelerator, *args, **kwargs)
+    finally:
+        hook.remove()
+
+
 def _describe_saved_state(accelerator: Accelerator, models: list[nn.Module], weights: Any, folder: str) -> None:
-    """Add to the folder of `Accelerator.save_state` what exporting it needs."""
+    """Add to a folder what exporting it needs."""
     if models and accelerator.is_main_process:
         write_parameter_names(Path(folder), models[0], private_apis.prepared_optimizers(accelerator))
         write_model_description(Path(folder), models[0])
@@ -471,17 +490,17 @@ def _backward(reduction: ReductionStatus, original: Callable, *args: Any, **kwar
     return original(*args, **kwargs)
 
 
-def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:
+def _no_sync(original: Callable, accelerator: Accelerator, model: nn.Module) -> Any:
     """`Accelerator.no_sync`; with a single process, accelerate's own makes DDP synchronize every micro-batch."""
     if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
         return model.no_sync()
-    return original(model)
+    return original(accelerator, model)
 
 
 def _clip_grad_norm_(
-    accelerator: Accelerator,
     comparison: FirstStepComparison,
     original: Callable,
+    accelerator: Accelerator,
     parameters: Any,
     max_norm: float,
     norm_type: float = 2,
@@ -508,4 +527,4 @@ def _clip_grad_norm_(
             # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
             if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
                 return optimizer.clip_grad_norm_(max_norm)
-    return original(parameters, max_norm, norm_type)
+    return original(accelerator, parameters, max_norm, norm_type)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
-from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.reduction.compare_replicas import (
@@ -26,22 +26,29 @@ class FirstStepComparison:
     """Compares the ranks before the first step of each optimizer that it watches, by a step pre-hook.
 
     Args:
-        accelerator: provides the number of ranks and, through its models, the names of parameters.
+        accelerator: provides the number of ranks and the settings. It keeps this object, which has no reference to it.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self._hooks: dict[torch.optim.Optimizer, Any] = {}
+        self._num_processes = accelerator.num_processes
+        self._gradient_state = accelerator.gradient_state
+        self._watched: dict[torch.optim.Optimizer, tuple[Any, list[nn.Module]]] = {}
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare before the next step of `optimizer`, if there are several ranks."""
-        if self.accelerator.num_processes > 1 and optimizer not in self._hooks:
-            self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+    def watch(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
+        """Compare before the next step of `optimizer`, if there are several ranks.
+
+        Args:
+            optimizer: any optimizer.
+            models: the list of the accelerator's models, which give parameters their names. Until the step it may grow.
+        """
+        if self._num_processes > 1 and optimizer not in self._watched:
+            self._watched[optimizer] = optimizer.register_step_pre_hook(self._before_step), models
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._hooks:
-            del self._hooks[optimizer]  # the hook stays, since torch is going through the hooks; it does nothing more
-            self._compare(optimizer, getattr(optimizer, "limit", None))
+        if optimizer in self._watched:
+            _, models = self._watched.pop(optimizer)
+            # The hook stays, since torch is going through the hooks. It does nothing more.
+            self._compare(optimizer, models, getattr(optimizer, "limit", None))
 
     def compare(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         """Compare the optimizer's class, settings, parameters and their values, if it is watched; stop watching it.
@@ -53,21 +60,17 @@ class FirstStepComparison:
         Raises:
             RuntimeError: on every rank; the message names the ranks and the difference.
         """
-        hook = self._hooks.pop(optimizer, None)
-        if hook is not None:
+        if optimizer in self._watched:
+            hook, models = self._watched.pop(optimizer)
             hook.remove()
-            self._compare(optimizer, max_grad_norm)
+            self._compare(optimizer, models, max_grad_norm)
 
-    def _compare(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
-        names = {
-            param: name
-            for model in private_apis.prepared_models(self.accelerator)
-            for name, param in synchronized_parameters(model)
-        }
+    def _compare(self, optimizer: torch.optim.Optimizer, models: list[nn.Module], max_grad_norm: float | None) -> None:
+        names = {param: name for model in models for name, param in synchronized_parameters(model)}
         check_same_settings(
             {
                 "max_grad_norm": to_plain_value(max_grad_norm),
-                "gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps,
+                "gradient_accumulation_steps": self._gradient_state.num_steps,
                 **optimizer_settings(optimizer, names),
             }
         )
@@ -83,4 +86,4 @@ class FirstStepComparison:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"accelerator": self.accelerator, "_hooks": {}}  # torch pickles optimizers without hooks
+        return {**vars(self), "_watched": {}}  # torch pickles optimizers without hooks

@@ -109,11 +109,11 @@ def switch_autocast_off(accelerator: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models that `accelerator` has prepared, including those used only for evaluation.
+    """The models that `accelerator` has prepared, including those used only for evaluation: its own list, which grows.
 
     A model wrapped by DDP is listed without its wrapper. FSDP2 shards in place.
     """
-    return list(accelerator._models)
+    return accelerator._models
 
 
 def runs_under_autocast(model: Any) -> bool:

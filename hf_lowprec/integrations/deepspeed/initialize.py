@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,11 +71,11 @@ def initialize_deepspeed(
         )
     partitioned.partition(zero)
     partitioned.give_low_bits(low_bits, shapes)
-    wrap_method(engine, "load_checkpoint", functools.partial(_load_checkpoint, engine.dp_world_size))
+    wrap_method(engine, "load_checkpoint", _load_checkpoint)
     return engine, zero, loader, scheduler
 
 
-def _load_checkpoint(ranks: int, original: Callable, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+def _load_checkpoint(original: Callable, engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
     """`engine.load_checkpoint`, which otherwise loads weights before it finds that the states do not fit.
 
     Raises:
@@ -84,14 +83,14 @@ def _load_checkpoint(ranks: int, original: Callable, load_dir: str, tag: str | N
     """
     latest = Path(load_dir, "latest")
     folder = Path(load_dir, tag or (latest.read_text().strip() if latest.exists() else "."))
-    saved = len([*folder.glob("*_optim_states.pt")])
+    ranks, saved = engine.dp_world_size, len([*folder.glob("*_optim_states.pt")])
     states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
     if states and saved not in (0, ranks):
         raise ValueError(
             f"{str(folder)!r} was saved by {saved} ranks, and this run has {ranks}. Resume with {saved}; or write the "
             "FP32 weights with DeepSpeed's zero_to_fp32.py, and start from them"
         )
-    return original(load_dir, tag, **kwargs)
+    return original(engine, load_dir, tag, **kwargs)
 
 
 def _check_dtypes(model: nn.Module) -> None:

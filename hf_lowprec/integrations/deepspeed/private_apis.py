@@ -249,14 +249,14 @@ def wrap_state_dict(
     """
     key = SAVED_WEIGHTS[is_stage_3(zero)]
 
-    def state_dict(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        saved = original(*args, **kwargs)
+    def state_dict(original: Callable, zero: Any) -> dict[str, Any]:
+        saved = original(zero)
         return {**saved, key: save(saved[key])}
 
-    def load_state_dict(original: Callable, state_dict_list: list[dict[str, Any]], **kwargs: Any) -> None:
+    def load_state_dict(original: Callable, zero: Any, state_dict_list: list[dict[str, Any]], **kwargs: Any) -> None:
         rank = torch.distributed.get_rank(zero.dp_process_group)
         check(state_dict_list[rank][SAVED_OPTIMIZER[is_stage_3(zero)]])
-        original(state_dict_list=state_dict_list, **kwargs)
+        original(zero, state_dict_list=state_dict_list, **kwargs)
         load()
 
     wrap_method(zero, "state_dict", state_dict)

@@ -166,7 +166,9 @@ class LowPrecisionCallback(TrainerCallback):
             logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
         wrap_method(accelerator, "prepare_model", self._prepare_model)
 
-    def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_model(
+        self, original: Callable, accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         """`Accelerator.prepare_model`: first cast the model if it is only evaluated."""
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
             patterns = self._patterns if type(model) is type(self._trained) else ()  # other classes have other names
@@ -175,7 +177,7 @@ class LowPrecisionCallback(TrainerCallback):
                 self.reduction.notes.append(
                     f"{type(model).__name__} is used only for evaluation and was cast like the trained model"
                 )
-        return original(model, *args, **kwargs)
+        return original(accelerator, model, *args, **kwargs)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

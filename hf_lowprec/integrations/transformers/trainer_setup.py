@@ -80,8 +80,8 @@ def build(call: TrainerCall) -> None:
     if callback.reduction is None:  # a subclass creates its accelerator in another way
         callback.prepare(trainer.accelerator)
     if type(trainer).create_optimizer is not Trainer.create_optimizer:  # it need not call Trainer's
-        wrap_method(trainer, "create_optimizer", functools.partial(_create_optimizer_of_subclass, trainer))
-    wrap_method(trainer.callback_handler, "on_save", functools.partial(complete_manifest, trainer))
+        wrap_method(trainer, "create_optimizer", _create_optimizer_of_subclass)
+    wrap_method(trainer.callback_handler, "on_save", functools.partial(complete_manifest, call.attachment))
     # Ours comes first, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
@@ -143,9 +143,9 @@ def get_optimizer_cls_and_kwargs(original: Callable, args: TrainingArguments, mo
     return cls, kwargs
 
 
-def _create_optimizer_of_subclass(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _create_optimizer_of_subclass(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     _cast_additions(trainer, args[0] if args else kwargs.get("model"))
-    return original(*args, **kwargs)
+    return original(trainer, *args, **kwargs)
 
 
 def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:

@@ -12,10 +12,10 @@ from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepCo
 @pytest.mark.parametrize("before_step", [True, False], ids=["before the step", "when gradients are clipped"])
 def test_it_runs_once_and_other_hooks_run_too(monkeypatch, before_step):
     compared, others = [], []
-    monkeypatch.setattr(FirstStepComparison, "_compare", lambda self, optimizer, limit: compared.append(optimizer))
+    monkeypatch.setattr(FirstStepComparison, "_compare", lambda self, optimizer, *_: compared.append(optimizer))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    comparison = FirstStepComparison(SimpleNamespace(num_processes=2))
-    comparison.watch(optimizer)
+    comparison = FirstStepComparison(SimpleNamespace(num_processes=2, gradient_state=None))
+    comparison.watch(optimizer, [])
     optimizer.register_step_pre_hook(lambda *_: others.append("ran"))
     if not before_step:
         comparison.compare(optimizer, 1.0)

@@ -1,5 +1,8 @@
 """`TrainingArguments(optim=…)` with the stock Trainer: what the string does, and what it leaves alone."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import (
@@ -20,6 +23,7 @@ from tests.support.training.tiny_trainer import (
     trained,
 )
 
+SAVE_EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 SETTINGS = {
     "plain": {},
     "gradient_accumulation": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
@@ -53,6 +57,22 @@ def test_training_follows_fp32(tmp_path, setting, name):
         assert abs(ours - theirs) < 0.025 * losses(reference)[0]
     if len(losses(trainer)) > 1:
         assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+@pytest.mark.parametrize("optim_args", ["", "state_dtype=int8", "gradient_release=True"])
+def test_a_trainer_is_freed_with_its_last_reference(tmp_path, optim_args):
+    """As with torch's optimizers: no model waits on a device for Python's garbage collector."""
+    trainer = trained(
+        tmp_path, optim="adamw_bf16_split", optim_args=optim_args, max_steps=1, max_grad_norm=0, **SAVE_EVERY_STEP
+    )
+    references = [weakref.ref(it) for it in (trainer, trainer.model, trainer.accelerator, optimizer_of(trainer))]
+    gc.collect()
+    gc.disable()
+    try:
+        del trainer
+        assert [it() for it in references] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_fp16_is_refused(tmp_path):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_callback import CallbackHandler
 
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
@@ -33,7 +34,7 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import (
 from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_weights, save_weights
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.reports.trackers import reporting_precision
-from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.integrations.transformers.trainer_call import Attachment, TrainerCall
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.state.low_bits import keep_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
@@ -142,19 +143,20 @@ def save_model(call: TrainerCall) -> None:
         call.proceed()
 
 
-def complete_manifest(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def complete_manifest(
+    attachment: Attachment, original: Callable, handler: CallbackHandler, args: TrainingArguments, *others: Any
+) -> Any:
     """`CallbackHandler.on_save`: when all callbacks of all ranks have run, write the complete manifest.
 
     Each rank computes the checksums of the files that only it has written.
     """
-    control = original(*args, **kwargs)
-    attachment = attachment_of(trainer)
-    if attachment is None or attachment.manifests.folder is None:
+    control = original(handler, args, *others)
+    if attachment.manifests.folder is None:
         return control
     manifests, folder = attachment.manifests, attachment.manifests.folder
     manifests.folder = None
-    records = gather_objects(records_of_rank(folder, trainer.args.process_index), "saving a checkpoint")
-    if trainer.args.should_save:
+    records = gather_objects(records_of_rank(folder, args.process_index), "saving a checkpoint")
+    if args.should_save:
         manifests.complete(folder, {name: record for of_rank in records for name, record in of_rank.items()})
     return control
 

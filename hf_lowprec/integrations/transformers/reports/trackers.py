@@ -36,7 +36,7 @@ def reporting_precision(handler: Any, source: PrecisionSource) -> Iterator[None]
         source: the callback that measures.
     """
     with contextlib.ExitStack() as wrapped:
-        begin = functools.partial(_connect, handler, source, wrapped)
+        begin = functools.partial(_connect, source, wrapped)
         wrapped.enter_context(temporarily_wrapped(handler, "on_train_begin", begin))
         yield
 
@@ -52,16 +52,16 @@ def tracker_values(by_kind: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 
 def _connect(
-    handler: Any,
     source: PrecisionSource,
     wrapped: contextlib.ExitStack,
     original: Callable,
+    handler: Any,
     args: Any,
     state: TrainerState,
     control: Any,
 ) -> Any:
     """`CallbackHandler.on_train_begin`: let trackers begin their runs, then send the report and wrap their `on_log`."""
-    control = original(args, state, control)
+    control = original(handler, args, state, control)
     if not state.is_world_process_zero:
         return control
     for tracker in handler.callbacks:
@@ -79,19 +79,28 @@ class _PrecisionInLogs:
         self._name, self._source, self._failed = name, source, False
 
     def log(
-        self, original: Callable, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        original: Callable,
+        tracker: Any,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """`on_log` of the tracker. An error that it also raises without our numbers is not ours to hide."""
         precision = self._source.precision
         if logs is not None and precision is not None and not self._failed:
             try:
-                return original(args, state, control, logs={**logs, **tracker_values(precision.by_kind)}, **kwargs)
+                return original(
+                    tracker, args, state, control, logs={**logs, **tracker_values(precision.by_kind)}, **kwargs
+                )
             except Exception as error:
                 self._failed = True
                 logger.warning(
                     "hf_lowprec: %s gets no more precision numbers, since they failed: %r", self._name, error
                 )
-        return original(args, state, control, logs=logs, **kwargs)
+        return original(tracker, args, state, control, logs=logs, **kwargs)
 
 
 def _tracker_name(callback: TrainerCallback) -> str | None:
