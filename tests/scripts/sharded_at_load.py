@@ -91,7 +91,11 @@ def trainer(model: nn.Module, optim: str, **options) -> Trainer:
         "optim": name, "optim_args": f"state_dtype={state_dtype}" if state_dtype else None, "learning_rate": 1e-2,
         "weight_decay": 0.1, "max_steps": 4, "logging_steps": 1,
     }  # fmt: skip
-    return Trainer(model, TrainingArguments(**defaults | options), train_dataset=counting_data(64))
+    data = counting_data(62)  # the last batch is short
+    for number, row in enumerate(data):  # and ranks get different numbers of labels
+        row["labels"] = row["labels"].clone()
+        row["labels"][: 4 * (number % 4)] = -100
+    return Trainer(model, TrainingArguments(**defaults | options), train_dataset=data)
 
 
 def give_gradients(model: nn.Module, step: int) -> None:

@@ -43,10 +43,12 @@ LENGTH = 32
 
 
 def text(rows: int) -> list[dict[str, torch.Tensor]]:
-    """The source of a module of the standard library, in bytes."""
+    """The source of a module of the standard library, in bytes; ranks get different numbers of labels."""
     with open(argparse.__file__, "rb") as file:
-        tokens = torch.frombuffer(bytearray(file.read(rows * LENGTH)), dtype=torch.uint8).long()
-    return [{"input_ids": row, "labels": row} for row in tokens.view(-1, LENGTH)]
+        tokens = torch.frombuffer(bytearray(file.read(rows * LENGTH)), dtype=torch.uint8).long().view(-1, LENGTH)
+    ignored = torch.arange(rows)[:, None] % 4 * 10 > torch.arange(LENGTH)
+    labels = tokens.masked_fill(ignored, -100)
+    return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
 
 
 def llama(**settings) -> LlamaForCausalLM:
