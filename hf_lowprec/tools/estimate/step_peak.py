@@ -57,9 +57,9 @@ def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[T
     `params` have the same dtype, and states of the same names and dtypes.
     """
     dtype = params[0].dtype
-    states = state_tensors(optimizer, group, params[0])
+    states = [tensor for tensor in state_tensors(optimizer, group, params[0]) if tensor.state.mean_over is None]
     dtypes = (dtype, dtype, *(tensor.dtype for tensor in states))
-    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped)
+    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped, factored=False)
     entries = []
     for number, param in enumerate(params):
         weight, grad = (torch.empty(param.shape, dtype=dtype, device="meta") for _ in range(2))
@@ -67,7 +67,7 @@ def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[T
             tensor.state.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for tensor in state_tensors(optimizer, group, param)
         }
-        entries.append(ParamEntry(number, group, {"step": torch.tensor(0)}, weight, weight, named, grad))
+        entries.append(ParamEntry(number, group, {"step": torch.tensor(0)}, weight, weight, named, grad=grad))
     fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
     fused_group.compute_scalars(optimizer.scalars)
     if clipped:
