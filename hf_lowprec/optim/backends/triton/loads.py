@@ -65,7 +65,7 @@ def matrix_inputs(spec: KernelSpec) -> list[str]:
 
 
 def find_factors(spec: KernelSpec, index: str) -> list[str]:
-    """Statements that find `row` and `column`, the places of factors, of elements that `index` counts in their chunk."""
+    """Statements that find `row` and `column`, the places of the factors of elements that `index` counts."""
     if not spec.factored:
         return []
     return [f"row, column = places_of_factors({index}, {', '.join(matrix_inputs(spec))})"]
