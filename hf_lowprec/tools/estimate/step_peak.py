@@ -1,7 +1,7 @@
 """The memory that an optimizer step needs for a moment, in addition to weights, gradients and states.
 
-Only algorithms that orthogonalize matrices or have factored moments need any worth mentioning; the others update weights
-in place. Their part of a step runs here on the meta device, so what is counted is what the step does.
+Only algorithms that orthogonalize matrices or factor second moments need any worth mentioning; the others update
+weights in place. Their part of a step runs here on the meta device, so what is counted is what the step does.
 """
 
 from __future__ import annotations
