@@ -38,6 +38,10 @@ class Algorithm(torch.optim.Optimizer):
     It takes and returns FP32 values and may use operators, `torch.where` and `sqrt_rn`; `fused_step` calls it.
     """
 
+    factored: ClassVar[Formula | None] = None
+    """A static method with the arguments of `update`. Its means over rows and columns are states; `update` gets the
+    inverse root of its estimate by them as the product of `state.row_factor` and `state.column_factor`."""
+
     named_defaults: ClassVar[dict[str, Any]] = {}
     """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
 

@@ -125,6 +125,13 @@ class Adafactor(LowPrecisionOptimizer):
         return {"normalized_square": Adafactor.normalized_square, **scaled}
 
     @staticmethod
+    def factored(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
+    ) -> Tensor:
+        """`g²`."""
+        return grad * grad
+
+    @staticmethod
     def normalized_square(
         weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
     ) -> Tensor:

@@ -331,5 +331,5 @@ def step_spec(
         clipped=clipped,
         tensor_means=tuple(optimizer.tensor_means(group).items()),
         orthogonalizes=optimizer.orthogonalizes(group),
-        factored=factored,
+        factored=optimizer.factored if factored else None,
     )
