@@ -1,8 +1,8 @@
 """Compile the Triton kernels without a GPU and report registers, spills, width of memory accesses and instructions.
 
 Compiles the kernels `step`, `step_ragged`, `tensor_sum` and `matrix_sum` of every spec, the gradient norm, and the mean
-of `reduction/` ahead of time for the given targets. Instructions are counted per element on the path that is executed if
-every input is ordinary, apart from the slow paths of division and square root; see `compiled/control_flow.py`. Exits
+of `reduction/` ahead of time for the given targets. Instructions are counted per element on the path that is executed
+if every input is ordinary, apart from the slow paths of division and square root; see `compiled/control_flow.py`. Exits
 with status 1 if a kernel spills registers, accesses elements that are all there and aligned with less than 128 bits (64
 for the codes of states in 8 bits, since a thread has eight elements), or contracts, flushes or approximates
 floating-point operations of a step, which the arithmetic forbids.

@@ -94,8 +94,8 @@ class MachineCode:
     def ordinary_path(self, loop: Loop | None = None) -> Path:
         """The ordinary path through one iteration of `loop`, or from the kernel's beginning to its end.
 
-        The latter passes through one iteration of each loop that it enters. A wide access counts more than narrow ones of
-        as many bits.
+        The latter passes through one iteration of each loop that it enters. A wide access counts more than several
+        narrow ones with as many bits.
         """
         return self._path(loop, lambda instruction: (instruction.access_bits**2, *_shortness(instruction)))
 
