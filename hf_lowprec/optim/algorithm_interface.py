@@ -28,6 +28,7 @@ class Algorithm(torch.optim.Optimizer):
     max_grad_norm: float | None
     skip_nonfinite: bool
     gradient_release: bool = False
+    offload_states: bool = False
     clip: str = "exact"
     skipped_before: int
     """Steps that `skip_nonfinite` had skipped when the states that were loaded were saved."""
@@ -76,6 +77,10 @@ class Algorithm(torch.optim.Optimizer):
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
         raise NotImplementedError
+
+    def state_device(self, param: Tensor) -> torch.device:
+        """Where the states of `param` are."""
+        return torch.device("cpu") if self.offload_states else param.device
 
     def stored_states(self, group: ParamGroup, param: Tensor) -> tuple[State, ...]:
         """The algorithm's states that `param` has and, if it is low-precision, those of the rounding mode."""

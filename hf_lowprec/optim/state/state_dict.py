@@ -377,7 +377,8 @@ def check_and_load(
         prepared, found = prepare_for_loading(optimizer, incoming)
         loadable.update(prepared)
         notes.extend(found)
-        return prepared
+        # torch would move states to their parameters' device, which may have no room for them.
+        return {**prepared, "state": {}} if optimizer.offload_states else prepared
 
     # Registered last, this hook sees what torch will load.
     handle = optimizer.register_load_state_dict_pre_hook(prepare)
@@ -402,11 +403,14 @@ def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str,
     kept are dropped where the loaded states hold them.
     """
     saved = loaded["state"].get(number, {})
+    device = optimizer.state_device(param)
+    if optimizer.offload_states and saved:
+        optimizer.state[param] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
     for name, value in saved.items():
         if name == "step":
             optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
         elif optimizer.state[param][name].dtype != value.dtype:
-            optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+            optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format)
     if number in loaded[DITHERED]:
         optimizer.dithered.add(param)
     if number in loaded.get(LOW_BITS, {}):
