@@ -58,6 +58,7 @@ CHANGES = {5: {"beta1": 0.9}, 9: {"scale_parameter": False}, 12: {"beta1": None}
 CHANGES |= {18: {"maximize": True, "eps": (1e-2, 0.5), "d": 2.0}, 21: {"lr": 1.0, "scale_parameter": True}}
 
 
+@pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options")
 @pytest.mark.parametrize("saved", [False, True])
 def test_options_may_change_between_steps(backend, saved):
     """A momentum begins at zero. `saved`: also after loading into an optimizer with other options."""
