@@ -10,12 +10,13 @@ from hf_lowprec.optim import Adafactor
 from tests.support.optim.adafactor_formula import SHAPES, STEPS, TRAINER, assert_near, gradients, papers, train, weights
 from tests.support.optim.gradient_dtypes import allow_gradients_in
 from tests.support.optim.optimizer_contents import assert_equal
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import quiet_interpreter, require_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
+pytestmark = quiet_interpreter
 
 FORMULAS = [{}, {"weight_decay": 0.1, "lr": 0.3}, {"beta1": 0.9, "maximize": True}, {"d": 3.0, "beta2_decay": -1.0}]
-FORMULAS += [{**TRAINER, "beta1": 0.5, "weight_decay": 0.5}, {"lr": torch.tensor(2.0), "eps": (1e-4, 0.5)}]
+FORMULAS += [{**TRAINER, "beta1": 0.5, "weight_decay": 0.5}, {"lr": torch.tensor(2.0), "eps": (1e-4, 1.0)}]
 FORMULAS += [{"scale_parameter": False, "lr": 1.0}, {"relative_step": False, "beta1": 0.0}]
 
 
@@ -105,13 +106,12 @@ def test_fp32_parameters_get_transformers_adafactor(options, scale):
     assert_near(theirs, expected, sums=True)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e-10, 1e-9])
+@pytest.mark.parametrize("scale", [1e-10, 1e-9, 1e-8])
 def test_small_gradients_get_transformers_adafactor(scale):
-    """transformers adds 1e-30 to squares of 1e-18 and more, so that √v has a relative error of 1e-12."""
+    """transformers adds 1e-30, a millionth of the square of a hundredth of 1e-10: a few half ulps of the root."""
     ours, theirs = both_after(scale, **FIXED, scale_parameter=False)
     for mine, other, paper in zip(ours, theirs, papers(weights(), **TRAINER, lr=0.1), strict=True):
-        allowed = 2 * paper.bound(mine.numel()) + 1e-5 * paper.updates * (scale < 1e-11)
-        assert ((mine - other).abs() <= allowed).all(), tuple(mine.shape)
+        assert ((mine - other).abs() <= 2 * paper.bound(mine.numel())).all(), tuple(mine.shape)
 
 
 def test_transformers_own_test():

@@ -13,9 +13,10 @@ from hf_lowprec import fp32_state_dict, optimizer_factory
 from hf_lowprec.optim import Adafactor
 from tests.support.optim.adafactor_formula import STEPS, TRAINER, Paper, assert_near, gradients, papers, train, weights
 from tests.support.optim.optimizer_contents import assert_equal, everything, refuses
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import quiet_interpreter, require_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
+pytestmark = quiet_interpreter
 
 
 @pytest.fixture(params=["eager", "native", pytest.param("triton", marks=pytest.mark.every_case)])
