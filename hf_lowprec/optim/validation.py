@@ -225,7 +225,7 @@ def check_placement(index: int, param: Tensor, tensor: Tensor, mean_over: int | 
             f"{actual or 'a plain tensor'}; these must agree (reduce the gradient first, or build a new optimizer)"
         )
     shard, shard_of_param = local_shard(tensor), local_shard(param)
-    if tensor.shape == param.shape and shard.shape != shard_of_param.shape:
+    if mean_over is None and tensor.shape == param.shape and shard.shape != shard_of_param.shape:
         raise ValueError(
             f"parameter {index} of shape {tuple(param.shape)} has a shard of shape {tuple(shard_of_param.shape)} here, "
             f"and its gradient or a state has one of {tuple(shard.shape)}; these must agree"

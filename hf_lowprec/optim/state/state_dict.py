@@ -349,8 +349,9 @@ def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: s
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
     """Names of the states that a parameter of `group` has with all options on; states of disabled options may stay."""
-    options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
-    switched_on = {key: group[key] or True for key in options}
+    keys = group_keys(optimizer) - {*optimizer.flags}
+    options = (key for key in keys if isinstance(group.get(key), int | float | None))
+    switched_on = {key: group.get(key) or True for key in options}
     return {state.name for state in optimizer.states({**group, **switched_on})}
 
 

@@ -24,7 +24,7 @@ SHAPES = [
     (3, 0),
 ]
 STEPS = 25
-TRAINER = {"eps": (1e-15, 1e-3), "relative_step": False, "scale_parameter": False}
+TRAINER = {"eps": (1e-30, 1e-3), "relative_step": False, "scale_parameter": False}
 """What Trainer's `optim="adafactor"` passes."""
 
 
@@ -50,6 +50,7 @@ class Paper:
         self.options |= changed
         option = {key: float(value) if isinstance(value, Tensor) else value for key, value in self.options.items()}
         lr, (eps1, eps2), beta1 = option["lr"], option["eps"], option["beta1"]
+        eps1 = torch.finfo(FP32).eps if eps1 is None else eps1
         grad, self.time = grad.double() * (-1 if option["maximize"] else 1), self.time + 1
         beta2 = 1 - self.time ** option["beta2_decay"]
         dims = (-1, -2) if grad.ndim > 1 else ()
