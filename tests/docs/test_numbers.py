@@ -258,17 +258,24 @@ def fit(page: str, *words: object) -> tuple[dict[str, Any], str]:
         return data, " ".join(hf_lowprec(*command).output.replace(folder, name).split())
 
 
+RELEASED = "state_dtype=int8,gradient_release=True,clip=delayed"
+
+
 def one_gpu() -> list[str]:
     page, found = "docs/guides/8b-on-one-gpu.md", []
     gib = {memory: fit(page, "--gpu-memory", memory) for memory in (80, 48, 24, 16)}
-    for memory, words in ((80, "split, the [recommended"), (48, "split24, 8-bit states, gradient release |")):
+    best = {80: "split, the [recommended", 48: "split24, 8-bit states, gradient release |"}
+    best[24] = "Adafactor, stochastic, gradient release |"
+    for memory, words in best.items():
         data, text = gib[memory]
         found += [f"| {memory} GB | {words}", f"| {data['settings'][data['best']]['peak_per_gpu'] / 2**30:.2f} |"]
         assert f"→ {words.partition(',')[0]}" in text
-    for memory in (24, 16):
-        missing = min(setting["missing"] for setting in gib[memory][0]["settings"]) / 2**30
-        found.append(f"| {memory} GB | none: {missing:.2f} GiB are missing")
-    _, split, *_, least = gib[80][0]["settings"]
+    missing = min(setting["missing"] for setting in gib[16][0]["settings"]) / 2**30
+    found.append(f"| 16 GB | none: {missing:.2f} GiB are missing")
+    (least,) = (s for s in gib[80][0]["settings"] if (s["optim"], s["optim_args"]) == ("adamw_bf16_sr", RELEASED))
+    split, on_host = gib[80][0]["settings"][1], gib[80][0]["settings"][-1]
+    sizes = (on_host["peak_per_gpu"] / 2**30, on_host["host"] / 2**30)
+    found.append("in {:.2f} GiB of the GPU and {:.2f} GiB of host memory".format(*sizes))
     found += [f"takes {split['checkpoint'] / 2**30:.2f} GiB with split weights, {least['checkpoint'] / 2**30:.2f} GiB"]
     found += [f"{gib[80][0]['load_in_fp32'] / 2**30:.2f} GiB for the model in FP32", gib[80][1]]
     _, split, in_8_bits, *_ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)[0]["settings"]

@@ -11,7 +11,7 @@ returned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -211,6 +211,11 @@ class Bucket:
         self._step.run(range(len(self._weights)))
         weights = (entry.weight for entry in self._group.entries[self._part])
         return [*zip(weights, self._weights, strict=True)]
+
+
+def staging_bytes(params: Iterable[Tensor]) -> int:
+    """About how many bytes the staging memory of these parameters takes, with gradients of their dtypes."""
+    return SLOTS * 2 * max((max(param.numel(), BUCKET_ELEMENTS) * param.itemsize for param in params), default=0)
 
 
 def _parts(entries: Sequence[ParamEntry]) -> Iterator[slice]:
