@@ -1,6 +1,9 @@
-"""diffusers: twelve models, compared with FP32 training; and the loop of its training scripts, with `EMAModel`."""
+"""diffusers: twelve models, compared with FP32 training; the loop of its scripts, with `EMAModel`; our example."""
 
+import runpy
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -280,3 +283,7 @@ for model, batch in models():
     check_one_step(model, batch() | {"return_dict": False})
     compare_with_fp32(type(model).__name__, model, [loss_of(batch()) for _ in range(4)] * 6, limit=0.07)
 train_like_the_scripts()
+example = Path(__file__).resolve().parents[2] / "examples" / "diffusion.py"
+for kind in ("transformer", "unet"):
+    sys.argv = [example.name, "--kind", kind, "--output", kind]
+    runpy.run_path(str(example), run_name="__main__")
