@@ -62,7 +62,8 @@ PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 """The units behind the command line, which use this package and transformers by their public names."""
 for tool, others in TOOLS.items():
     MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in (tool, *others))}
-KERNELS = {f"{PACKAGE}.optim.backends.triton.square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
+KERNELS = {f"{PACKAGE}.optim.backends.triton.{name}" for name in ("square_sum", "matrix_places")}
+KERNELS |= {f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
 

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
-from hf_lowprec.optim.backends.trace import trace_tensor_mean, used_inputs
+from hf_lowprec.optim.backends.trace import trace_tensor_means, used_inputs
 from hf_lowprec.optim.backends.triton import launch as triton_backend
 from hf_lowprec.optim.backends.triton.square_sum import square_sum
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
@@ -114,13 +114,13 @@ def ragged_kernel(name: str, spec: KernelSpec) -> Kernel:
 
 
 def tensor_sum_kernel(name: str, spec: KernelSpec) -> Kernel | None:
-    """The kernel that sums the `tensor_mean` formula of `spec`, if its algorithm has one."""
+    """The kernel that sums the `tensor_means` of `spec`, if it has any."""
     function = triton_backend.kernels(spec).tensor_sum
     if function is None:
         return None
     names = ("CHUNK", "BLOCK", "TAIL")
     constants = {constant: getattr(triton_backend, constant) for constant in names}
-    used = used_inputs(trace_tensor_mean(spec), spec.tensors)
+    used = used_inputs(trace_tensor_means(spec), spec.tensors)
     return _rendered(f"{name}, tensor_sum", spec, function, TABLES | {"sums": "*fp64"}, constants, used)
 
 

@@ -18,16 +18,16 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import contiguous_runs
 from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused_group import FusedGroup, load
+from hf_lowprec.optim.step.fused_group import FusedGroup, load, place_of_factor
 from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states
-from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
+from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
 from hf_lowprec.rounding import MODES, step_keys
 from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, intended_bias
 from hf_lowprec.rounding.low_bits import fp64_value
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
-SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+SECOND_MOMENTS = ("exp_avg_sq", "variance")
 """Names of states that average squared gradients."""
 
 
@@ -99,6 +99,8 @@ class FusedGroupUpdates:
         weight = self.samples.gather(group.weights, "weight").float()
         grad = self.samples.gather([entry.tensors["grad"] for entry in group.entries]).float()
         state = {stored.name: load(self._gather(stored.name)) for stored in spec.states}
+        for name in (ROW_FACTOR, COLUMN_FACTOR) if spec.factored else ():
+            state[name] = self._factors(name)
         if spec.orthogonalizes:
             state[ORTHOGONALIZED] = self._orthogonalized()
         scalars = self._scalar_columns(group.scalars)
@@ -146,6 +148,14 @@ class FusedGroupUpdates:
         for part in parts_to_step(self.optimizer, self._backend_step):
             rows |= {k: self.samples.gather_row(k, entries[k].tensors[ORTHOGONALIZED]) for k in part}
         return torch.stack([rows[k] for k in range(len(entries))]).float()
+
+    def _factors(self, name: str) -> Tensor:
+        """The row or column factors of the samples, FP32; zeros for padding."""
+        factors = torch.zeros(self.samples.positions.shape, device=self.fused_group.device)
+        for row, (entry, count) in enumerate(zip(self.fused_group.entries, self.samples.counts, strict=True)):
+            places = place_of_factor(name, self.samples.positions[row, :count], entry.weight.shape)
+            factors[row, :count] = entry.tensors[name][places]
+        return factors
 
     def _gather(self, name: str) -> Tensor:
         """The samples of a state as it is stored, which may be codes, or those of the scales."""

@@ -86,8 +86,9 @@ def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch
     """
     elements: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
     for group, param in _with_states(optimizer):
-        count = local_shard(param).numel()
+        shape = local_shard(param).shape
         for tensor in state_tensors(optimizer, group, param):
+            count = tensor.state.shape_for(shape).numel()
             elements[tensor.state.name][tensor.dtype] += count if tensor.state.scale_of is None else count // BLOCK
     return elements
 

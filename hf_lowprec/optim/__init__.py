@@ -6,6 +6,7 @@ from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 
 if TYPE_CHECKING:  # for editors; at run time, every algorithm is found automatically
+    from hf_lowprec.optim.algorithms.adafactor import Adafactor as Adafactor
     from hf_lowprec.optim.algorithms.adam import Adam as Adam
     from hf_lowprec.optim.algorithms.adamw import AdamW as AdamW
     from hf_lowprec.optim.algorithms.adan import Adan as Adan

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.sharding import full_shape
 from hf_lowprec.rounding import MODES, State
 
 ParamGroup = dict[str, Any]
@@ -37,8 +38,8 @@ class Algorithm(torch.optim.Optimizer):
     It takes and returns FP32 values and may use operators, `torch.where` and `sqrt_rn`; `fused_step` calls it.
     """
 
-    tensor_mean: ClassVar[Formula | None] = None
-    """A static method with the arguments of `update`, which gets its mean over a parameter as `scalars.tensor_mean`."""
+    named_defaults: ClassVar[dict[str, Any]] = {}
+    """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
 
     flags: ClassVar[tuple[str, ...]] = ()
     """Boolean keys of parameter groups that the constructor does not take."""
@@ -49,7 +50,7 @@ class Algorithm(torch.optim.Optimizer):
         raise NotImplementedError
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The states of a parameter in `group`, in the order in which they are stored."""
+        """The states of parameters in `group`, in the order in which they are stored."""
         raise NotImplementedError
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
@@ -60,6 +61,10 @@ class Algorithm(torch.optim.Optimizer):
         """Static options of the formula. Each combination gets its own kernel."""
         return {}
 
+    def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
+        """Formulas, by name, that take the arguments of `update`. It gets their means over the parameter as scalars."""
+        return {}
+
     def orthogonalizes(self, group: ParamGroup) -> bool:
         """Return whether `update` takes `state.orthogonalized`, made from a whole matrix; see `MatrixAlgorithm`."""
         return False
@@ -68,7 +73,7 @@ class Algorithm(torch.optim.Optimizer):
         """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
         raise NotImplementedError
 
-    def stored_states(self, group: ParamGroup, dtype: torch.dtype) -> tuple[State, ...]:
-        """The algorithm's states and, if parameters of `dtype` are low-precision, those of the rounding mode."""
-        states = self.states(group)
-        return states if dtype == torch.float32 else states + MODES[group["rounding"]].auxiliary
+    def stored_states(self, group: ParamGroup, param: Tensor) -> tuple[State, ...]:
+        """The algorithm's states that `param` has and, if it is low-precision, those of the rounding mode."""
+        states = tuple(state for state in self.states(group) if state.is_of(full_shape(param)))
+        return states if param.dtype == torch.float32 else states + MODES[group["rounding"]].auxiliary

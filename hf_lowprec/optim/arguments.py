@@ -75,7 +75,7 @@ _DTYPES = {
 }
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _READERS: dict[type, Callable[[str], Any]] = {bool: lambda text: _BOOLEANS[text.lower()], int: int, float: float}
-OPTIONAL: dict[str, type] = {"state_dtype": torch.dtype, "max_grad_norm": float, "first_parameter": int}
+OPTIONAL: dict[str, type] = {"state_dtype": torch.dtype, "max_grad_norm": float, "beta1": float, "first_parameter": int}
 """The types of the arguments that can be None. The type of another argument is that of its default."""
 
 

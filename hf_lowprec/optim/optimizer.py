@@ -29,6 +29,7 @@ from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views
+from hf_lowprec.optim.step.factored_moments import compute_factors, store_means
 from hf_lowprec.optim.step.fingerprint import params_of, warn_about_changed_dtypes
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
@@ -271,6 +272,7 @@ class LowPrecisionOptimizer(Algorithm):
         for fused_group in plan.fused_groups:
             fused_group.compute_scalars(self.scalars)
         norm = self.clip_step(plan)  # the gradients' norm, the clip factor, whether the step is skipped
+        compute_factors(plan.backend_steps)
         compute_tensor_means(plan.backend_steps)
         return norm
 
@@ -283,6 +285,7 @@ class LowPrecisionOptimizer(Algorithm):
             for entries in parts_to_step(self, backend_step):
                 backend_step.run(entries)
         for fused_group in plan.fused_groups:
+            store_means(fused_group)
             fused_group.count_step()
         plan.copy_back()
 

@@ -44,7 +44,8 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     algorithm, suffix = name.split("_bf16_")
     cls = _CLASSES[algorithm]
     check_keywords(overrides, keywords(cls), f"{name!r}")
-    kwargs = {name: value_of(cls, name, value) for name, value in ({"rounding": SUFFIXES[suffix]} | overrides).items()}
+    given = {**cls.named_defaults, "rounding": SUFFIXES[suffix], **overrides}
+    kwargs = {name: value_of(cls, name, value) for name, value in given.items()}
     checked = {name: value for name, value in kwargs.items() if name != "matrices"}  # these are checked with `params`
     param = torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu", requires_grad=True)
     # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.

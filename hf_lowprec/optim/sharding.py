@@ -120,20 +120,32 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     return Sharding(tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
 
 
-def dtensor_like(shard: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+def placements_of_mean(tensor: Any, dim: int | None) -> Any:
+    """The placements of a mean of the DTensor `tensor` over its dimension `dim`; its own if that is None."""
+    from torch.distributed.tensor import Replicate
+
+    whole = None if dim is None else dim % tensor.dim()
+    return tuple(Replicate() if _is_shard(p) and p.dim == whole else p for p in tensor.placements)
+
+
+def dtensor_like(
+    shard: Tensor, like: Tensor, shape: Sequence[int] | None = None, mean_over: int | None = None
+) -> Tensor:
     """Make a contiguous DTensor of this rank's `shard`, placed like `like`; `shard` itself if `like` is plain.
 
     Args:
         shard: this rank's part.
         like: the tensor that is sharded in the same way.
         shape: of the full tensor; that of `like` by default. It may have more or fewer dimensions behind sharded ones.
+        mean_over: the dimension over which it is a mean, which every rank has in full.
     """
     if not is_sharded(like):
         return shard
     from torch.distributed.tensor import DTensor
 
     full = torch.empty(like.shape if shape is None else shape, device="meta")
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    placements = placements_of_mean(like, mean_over)
     return DTensor.from_local(shard, mesh, placements, shape=full.shape, stride=full.stride())
 
 
@@ -160,6 +172,15 @@ def sum_over_shards(value: Tensor, sharding: Sharding | None) -> Tensor:
         for dim in sharding.mesh_dims:
             torch.distributed.all_reduce(value, group=sharding.mesh.get_group(dim))
     return value
+
+
+def sharding_of_dim(tensor: Any, dim: int) -> Sharding | None:
+    """The sharding of the dimension `dim` of `tensor`; None if every rank has it in full."""
+    if not is_sharded(tensor):
+        return None
+    placed = enumerate(tensor.placements)
+    dims = tuple(k for k, placement in placed if _is_shard(placement) and placement.dim == dim % tensor.dim())
+    return Sharding(tensor.device_mesh, dims) if dims else None
 
 
 def check_placements(tensor: Tensor, name: str) -> None:

@@ -23,7 +23,7 @@ from hf_lowprec.optim.arguments import (
     check_range,
     keywords,
 )
-from hf_lowprec.optim.sharding import check_placements, is_sharded, local_shard
+from hf_lowprec.optim.sharding import check_placements, is_sharded, local_shard, placements_of_mean
 from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
@@ -115,7 +115,7 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
             _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
     states = optimizer.states(group)
-    _check_state_dtype(group["state_dtype"], [state.name for state in states], where)
+    _check_state_dtype(group["state_dtype"], [state.name for state in states if state.dtype is None], where)
     _check_8_bits(group, states, where)
 
 
@@ -212,9 +212,13 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
         )
 
 
-def check_placement(index: int, param: Tensor, tensor: Tensor) -> None:
-    """Raise ValueError unless `tensor`, a gradient or state, is placed as its parameter and has shards of its shape."""
-    actual, expected = (getattr(each, "placements", None) for each in (tensor, param))
+def check_placement(index: int, param: Tensor, tensor: Tensor, mean_over: int | None = None) -> None:
+    """Raise ValueError unless `tensor`, a gradient or state, is placed as its parameter and has shards of its shape.
+
+    A mean over the dimension `mean_over` is not sharded there.
+    """
+    actual = getattr(tensor, "placements", None)
+    expected = placements_of_mean(param, mean_over) if is_sharded(param) else None
     if actual != expected:
         raise ValueError(
             f"parameter {index} is placed as {expected or 'a plain tensor'} and its gradient or a state as "

@@ -46,6 +46,9 @@ class State:
             as they are; only int8 that a user has chosen means codes with scales, see `block_floats.py`.
         nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
         scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
+        mean_over: the dimension, -1 or -2, over which it is a mean, and in which its length is 1. Only parameters with
+            two dimensions or more have it. None for states of the parameter's shape.
+        of_vectors: whether only parameters with fewer than two dimensions have it.
     """
 
     name: str
@@ -55,6 +58,19 @@ class State:
     dtype: torch.dtype | None = None
     nonnegative: bool = False
     scale_of: str | None = None
+    mean_over: int | None = None
+    of_vectors: bool = False
+
+    def is_of(self, shape: torch.Size) -> bool:
+        """Return whether parameters of `shape` have it."""
+        return (not self.of_vectors and self.mean_over is None) or self.of_vectors == (len(shape) < 2)
+
+    def shape_for(self, shape: torch.Size) -> torch.Size:
+        """Its shape for a parameter, or for a part of one, of `shape`."""
+        if self.mean_over is None:
+            return shape
+        dim = self.mean_over % len(shape)
+        return torch.Size((*shape[:dim], 1, *shape[dim + 1 :]))
 
 
 @dataclass(frozen=True)

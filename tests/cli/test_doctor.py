@@ -94,7 +94,7 @@ def test_a_name_that_leads_elsewhere_is_named(monkeypatch, layers_are_known):
     status, found = doctor()
     assert status == 1
     assert found["names"][0] == "FAILED"
-    assert "optim='adam_bf16_kahan' selects <class 'torch.optim.sgd.SGD'>" in found["names"][1]
+    assert "optim='adafactor_bf16_kahan' selects <class 'torch.optim.sgd.SGD'>" in found["names"][1]
 
 
 def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew, layers_are_known):

@@ -114,6 +114,7 @@ def test_where_updates_are_stored():
     [
         ({"optim": "sgd_bf16_kahan"}, "--optim sgd_bf16_kahan: the sizes of its updates are not predicted; valid are "),
         ({"optim": "adafactor"}, "not known to be those of Adam or Lion; valid are adamw_torch, adamw_torch_fused"),
+        ({"optim": "adafactor_bf16_sr", "optim_args": "scale_parameter=True"}, "leave out relative_step and scale_par"),
         ({"lr": 0.0}, "--lr 0 is not positive"),
         ({"lr": float("nan")}, "--lr nan is not positive"),
         ({"scheduler": "slow"}, "--scheduler slow is unknown; valid are linear, cosine"),
@@ -130,7 +131,7 @@ def test_what_cannot_be_planned(changes, message):
 
 def test_every_name_is_planned_or_says_why():
     for name in OPTIMIZER_NAMES:
-        if name.split("_bf16_")[0] in ("adam", "adamw", "stableadamw", "lion"):
+        if name.split("_bf16_")[0] in ("adafactor", "adam", "adamw", "stableadamw", "lion"):
             assert plan(name).is_ours
         else:
             with pytest.raises(ValueError, match="are not predicted"):

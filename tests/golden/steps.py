@@ -19,6 +19,7 @@ MODES = ("kahan", "split", "split24", "stochastic", "nearest")
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "Adafactor": [{"beta1": 0.9, "weight_decay": 0.1}, {}, {"relative_step": False, "scale_parameter": False}],
     "Adam": [{"amsgrad": True, "weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
     "AdamW": [{"weight_decay": 0.1}, {"amsgrad": True}, {"betas": (0.0, 0.5), "eps": 1e-4}],
     "Adan": [{"weight_decay": 0.1}, {"no_prox": True, "weight_decay": 0.1}],

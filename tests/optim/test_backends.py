@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
+from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.rounding import MODES
 from tests.support.optim.gradient_dtypes import allow_gradients_in
@@ -146,6 +146,8 @@ def muon(params, **options) -> LowPrecisionOptimizer:
 
 LOOKING_AT_WHOLE_TENSORS = [(StableAdamW, {"weight_decay": 0.1}), (StableAdamW, {"max_grad_norm": 0.1, "eps": 1e-3})]
 LOOKING_AT_WHOLE_TENSORS += [(muon, {}), (muon, {"max_grad_norm": 0.1, "nesterov": False, "skip_nonfinite": True})]
+LOOKING_AT_WHOLE_TENSORS += [(Adafactor, {"lr": 0.1}), (Adafactor, {"beta1": 0.9, "max_grad_norm": 0.1})]
+LOOKING_AT_WHOLE_TENSORS += [(Adafactor, {"scale_parameter": False, "skip_nonfinite": True, "maximize": True})]
 
 
 @pytest.mark.combinations(1)
@@ -171,7 +173,7 @@ EVERY_ALGORITHM = [
     (Adan, {}),
     (SGD, {"momentum": 0.9}),
 ]
-EVERY_ALGORITHM += [(StableAdamW, {}), (muon, {})]
+EVERY_ALGORITHM += [(StableAdamW, {}), (Adafactor, {"beta1": 0.9}), (muon, {})]
 
 
 def assert_backends_agree_in_8_bits(other: str, make, shapes=WHOLE_BLOCKS, make_grad=normal, dtype=BF16, **options):

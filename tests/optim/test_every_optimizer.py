@@ -171,7 +171,7 @@ def test_states_are_there_after_a_step_and_count_it(name, dtype, options):
     train(optimizer, params, range(3))
     for group in optimizer.param_groups:
         for param in group["params"]:
-            states = [spec.name for spec in optimizer.stored_states(group, param.dtype)]
+            states = [spec.name for spec in optimizer.stored_states(group, param)]
             in_8_bits = {name for name in states if f"{name}_code" in optimizer.state[param]}
             pairs = [f"{name}_{part}" for name in in_8_bits for part in ("code", "scale")]
             assert sorted(optimizer.state[param]) == sorted(["step", *{*states} - in_8_bits, *pairs])

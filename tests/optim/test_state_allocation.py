@@ -10,7 +10,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.state_tensors import PAGE, SMALLEST, zeros_apart
+from hf_lowprec.optim.state.state_tensors import PAGE, SMALLEST, StateTensor, zeros_apart
+from hf_lowprec.rounding import State
 
 LARGE = (SMALLEST // 2 // 64, 64)
 
@@ -63,7 +64,8 @@ def test_what_it_costs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_they_are_zeros_of_the_parameters_shape(dtype):
     param = nn.Parameter(torch.ones(LARGE[::-1], dtype=torch.bfloat16).t())
-    made = zeros_apart(param, dtype, param.shape, position=0, count=1)
+    state = StateTensor(State("exp_avg", role=1), dtype, param.shape)
+    made = zeros_apart(param, state, position=0, count=1)
     assert made.shape == param.shape
     assert made.dtype == dtype
     assert made.is_contiguous()

@@ -22,12 +22,13 @@ def sums_and_terms(optimizer: StableAdamW) -> tuple[list[float], list[Tensor]]:
         group = step.fused_group
         group.compute_scalars(optimizer.scalars)
         sums = step.tensor_sums()
-        assert (sums.dtype, sums.shape) == (torch.float64, (len(group.entries),))
+        assert (sums.dtype, sums.shape) == (torch.float64, (len(group.entries), 1))
+        ((_, formula),) = group.spec.tensor_means
         terms = [
-            evaluate(group.spec.tensor_mean, group.spec, *group.elements(k, slice(0, entry.weight.numel())))
+            evaluate(formula, group.spec, *group.elements(k, slice(0, entry.weight.numel())))
             for k, entry in enumerate(group.entries)
         ]
-    return sums.tolist(), terms
+    return sums[:, 0].tolist(), terms
 
 
 def sum_of_squares(backend: str, grad: Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup
 from hf_lowprec.optim.arguments import Shared, check_betas, check_range
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
@@ -82,9 +82,13 @@ class StableAdamW(LowPrecisionOptimizer):
             "weight_decay": group["weight_decay"],
         }
 
+    def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
+        """The mean of `g² / max(v, ε²)`. Its root, the RMS in `update`, is about 1 while gradients match `v`."""
+        return {"mean_square": StableAdamW.normalized_square}
+
     @staticmethod
-    def tensor_mean(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
-        """`g² / max(v, ε²)`. The root of its mean, the RMS in `update`, is about 1 while gradients match `v`."""
+    def normalized_square(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+        """`g² / max(v, ε²)`."""
         exp_avg_sq = _second_moment(grad, state, scalars)
         return grad * grad / torch.where(exp_avg_sq > scalars.min_exp_avg_sq, exp_avg_sq, scalars.min_exp_avg_sq)
 
@@ -95,7 +99,7 @@ class StableAdamW(LowPrecisionOptimizer):
         """`u = -η·(m / (√v + ε) + wd·w)`, with `η = lr / max(1, RMS)` and `RMS = √mean(g² / max(v, ε²))`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = _second_moment(grad, state, scalars)
-        rms = sqrt_rn(scalars.tensor_mean)
+        rms = sqrt_rn(scalars.mean_square)
         step_size = scalars.lr / torch.where(rms > 1.0, rms, 1.0)
         change = exp_avg / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.weight_decay
         return -(change * step_size), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}

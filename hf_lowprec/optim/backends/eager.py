@@ -54,14 +54,14 @@ class EagerStep(BackendStep):
         return clipping.square_sum(self.fused_group)
 
     def tensor_sums(self) -> Tensor:
-        """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the group's device."""
+        """The sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the group's device."""
         group = self.fused_group
-        formula = group.spec.tensor_mean
-        assert formula is not None
-        sums = torch.zeros(len(group.entries), dtype=torch.float64, device=group.device)
+        formulas = group.spec.tensor_means
+        sums = torch.zeros(len(group.entries), len(formulas), dtype=torch.float64, device=group.device)
         for k, entry in enumerate(group.entries):
             for start in range(0, entry.weight.numel(), CHUNK):
                 chunk = slice(start, min(start + CHUNK, entry.weight.numel()))
-                values = evaluate(formula, group.spec, *group.elements(k, chunk))
-                sums[k] += values.double().sum()
+                elements = group.elements(k, chunk)
+                for column, (_, formula) in enumerate(formulas):
+                    sums[k, column] += evaluate(formula, group.spec, *elements).double().sum()
         return sums

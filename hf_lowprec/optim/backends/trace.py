@@ -48,16 +48,15 @@ def trace_keys(spec: KernelSpec) -> fx.Graph:
     return recorder.graph([key for stream in streams for key in step_keys(*stream, step, index_high)])
 
 
-def trace_tensor_mean(spec: KernelSpec) -> fx.Graph:
-    """Trace the algorithm's `tensor_mean` formula for one element; `spec.tensor_mean` must not be None.
+def trace_tensor_means(spec: KernelSpec) -> fx.Graph:
+    """Trace `spec.tensor_means` for one element.
 
-    Inputs: `spec.tensors` and `scalar_<name>` for `spec.host_scalars`. Output: the value of the formula.
+    Inputs: `spec.tensors` and `scalar_<name>` for `spec.host_scalars`. Outputs: the values of the formulas.
     """
-    assert spec.tensor_mean is not None
     recorder = _Recorder()
     element = recorder.element(spec.tensors, spec.host_scalars)
-    value = evaluate(spec.tensor_mean, spec, element.weight, element.grad, element.state, element.scalars)
-    return recorder.graph([value])
+    inputs = element.weight, element.grad, element.state, element.scalars
+    return recorder.graph([evaluate(formula, spec, *inputs) for _, formula in spec.tensor_means])
 
 
 def used_inputs(graph: fx.Graph, names: Iterable[str]) -> list[str]:

@@ -181,6 +181,38 @@ def _torch_muon(saved: ParamGroup, algorithm: str) -> ParamGroup:
     return {"adjust_lr_fn": saved["adjust_lr_fn"] or "original", "use_muon": True, "ns_eps": saved["eps"]}
 
 
+def _torch_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    smallest, least_weight = saved["eps"]
+    return {
+        "eps": (2.0**-23 if smallest is None else smallest, least_weight),  # torch's default depends on the dtype
+        **{"beta1": None, "relative_step": True, "scale_parameter": True},
+    }
+
+
+def _transformers_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    """Its `eps[0]` is added to squares; it knows no largest relative step but 10⁻²."""
+    if saved["warmup_init"]:
+        raise ValueError("warmup_init=True; set it to False and use a scheduler")
+    if saved["weight_decay"] and (saved["relative_step"] or saved["scale_parameter"]):
+        raise ValueError("a weight decay that relative_step and scale_parameter change; set its weight_decay to 0")
+    return {
+        "beta2_decay": saved["decay_rate"],
+        "d": saved["clip_threshold"],
+        "eps": (math.sqrt(saved["eps"][0]), saved["eps"][1]),
+        "lr": 1e-2 if saved["relative_step"] else saved["lr"],
+        "maximize": False,
+    }
+
+
+def _transformers_adafactor_states(state: OptimizerState, saved: ParamGroup) -> OptimizerState:
+    rows, columns = state.pop("exp_avg_sq_row", None), state.pop("exp_avg_sq_col", None)
+    state.pop("RMS", None)
+    state["variance"] = state.pop("exp_avg_sq", None)
+    state["row_var"] = None if rows is None else rows.unsqueeze(-1)
+    state["col_var"] = None if columns is None else columns.unsqueeze(-2)
+    return state
+
+
 def _betas(saved: ParamGroup) -> ParamGroup:
     return {"betas": (saved["beta1"], saved["beta2"])}
 
@@ -283,6 +315,21 @@ FORMATS = (
         "momentum nesterov ns_coefficients adjust_lr_fn eps",
         dropped="eps",
         hyperparameters=_torch_muon,
+    ),
+    ForeignFormat(
+        "torch.optim.Adafactor",
+        ("Adafactor",),
+        "beta2_decay eps d foreach",
+        dropped=_IMPLEMENTATION,
+        hyperparameters=_torch_adafactor,
+    ),
+    ForeignFormat(
+        "transformers.Adafactor",
+        ("Adafactor",),
+        "clip_threshold decay_rate beta1 warmup_init",
+        dropped="clip_threshold decay_rate warmup_init",
+        hyperparameters=_transformers_adafactor,
+        states=_transformers_adafactor_states,
     ),
 )
 """Every format that is converted. The first one that a group's keys match is used."""

@@ -138,7 +138,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
     count: Counter[str] = Counter()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param.dtype))
+            holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param))
             if not holds:
                 continue
             kind = optimizer.initial_compensation

@@ -68,9 +68,9 @@ def state_tensors(
     if existing is None:
         existing = optimizer.state.get(param, {})
     tensors = []
-    for state in optimizer.stored_states(group, param.dtype):
+    for state in optimizer.stored_states(group, param):
         dtype = dtype_in(existing, state.name) or new_state_dtype(state, group, param)
-        tensors.append(StateTensor(state, dtype, param.shape))
+        tensors.append(StateTensor(state, dtype, state.shape_for(param.shape)))
         if holds_codes(state.name, dtype):
             _check_blocks(param)
             scale = State(state.name + SCALE_SUFFIX, state.role, averages=False, dtype=torch.uint8, scale_of=state.name)
@@ -93,7 +93,7 @@ def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch
 
 def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
     """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
-    dtype = state_dtype(state.name, param.dtype, group)
+    dtype = state.dtype or state_dtype(state.name, param.dtype, group)
     return torch.bfloat16 if holds_codes(state.name, dtype) and why_not_8_bits(state, param) else dtype
 
 
@@ -107,7 +107,7 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
 
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
     """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
-    states = optimizer.stored_states(group, param.dtype)
+    states = optimizer.stored_states(group, param)
     wanted = (s for s in states if holds_codes(s.name, state_dtype(s.name, param.dtype, group)))
     reasons = (why_not_8_bits(state, param) for state in wanted)
     return [reason for reason in reasons if reason is not None]
@@ -143,7 +143,7 @@ def rounded_to_nearest(
         values: floating-point tensors by name. Compensations, and what is not a tensor of the parameter's shape, are
             returned as they are.
     """
-    known = {state.name: state for state in optimizer.stored_states(group, param.dtype)}
+    known = {state.name: state for state in optimizer.stored_states(group, param)}
     states: dict[str, Any] = {}
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.shape != param.shape or name in ("step", *LOW_BITS_STATES):
@@ -195,7 +195,7 @@ SMALLEST = 16 * PAGE
 _LINE = 64
 
 
-def zeros_apart(param: Tensor, dtype: torch.dtype, shape: torch.Size, position: int, count: int) -> Tensor:
+def zeros_apart(param: Tensor, tensor: StateTensor, position: int, count: int) -> Tensor:
     """A new state: contiguous zeros, on the device of `param` and distributed as it is.
 
     On a CPU, states lie at other offsets from page boundaries than their weight and each other. A load waits for an
@@ -206,15 +206,17 @@ def zeros_apart(param: Tensor, dtype: torch.dtype, shape: torch.Size, position: 
 
     Args:
         param: the parameter.
-        dtype: dtype of the zeros.
-        shape: their shape: that of `param`, or that of the scales of its blocks.
+        tensor: the dtype and shape of the zeros.
         position: which of the parameter's states this is, from 0.
         count: how many states it has; they divide the page that begins at the weight.
     """
-    part = local_shard(param)
-    if shape != param.shape:
+    part, dtype = local_shard(param), tensor.dtype
+    if tensor.state.scale_of is not None:
         scales = torch.zeros(scale_shape(part.shape), dtype=dtype, device=part.device)
-        return dtensor_like(scales, param, shape)
+        return dtensor_like(scales, param, tensor.shape)
+    if tensor.state.mean_over is not None:
+        means = torch.zeros(tensor.state.shape_for(part.shape), dtype=dtype, device=part.device)
+        return dtensor_like(means, param, tensor.shape, tensor.state.mean_over)
     if part.device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")

@@ -36,7 +36,7 @@ class BackendStep(ABC):
 
     @abstractmethod
     def tensor_sums(self) -> Tensor:
-        """The sums of the `tensor_mean` formula over this rank's part of each parameter; FP64 of shape (entries)."""
+        """The sums of `spec.tensor_means` over this rank's part of each parameter; FP64 of shape (entries, means)."""
 
     def load_tables(self) -> None:  # noqa: B027  # `eager` has none
         """Make this step's tables before any group is stepped, so that `run` allocates nothing.

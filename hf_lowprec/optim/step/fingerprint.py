@@ -206,7 +206,7 @@ def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tens
             if earlier_dtypes.get(param, param.dtype) == param.dtype:
                 continue
             existing = optimizer.state.get(param, {})  # those of parameters without gradient may be missing
-            stored = ((s, dtype_in(existing, s.name)) for s in optimizer.stored_states(group, param.dtype))
+            stored = ((s, dtype_in(existing, s.name)) for s in optimizer.stored_states(group, param))
             old = {s.name: dtype for s, dtype in stored if dtype and dtype != new_state_dtype(s, group, param)}
             if old:
                 changed.append((param, old))

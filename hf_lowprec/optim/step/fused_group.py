@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.sharding import Sharding
-from hf_lowprec.optim.step.kernel_spec import CLIP, KernelSpec
+from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, ScalarFormula, StepScalars
 from hf_lowprec.optim.step.segments import Segments
@@ -29,6 +29,14 @@ CHUNK = 1 << 22
 def load(stored: Tensor) -> Tensor:
     """A tensor as steps compute with it: FP32, or int32 if integers are stored."""
     return stored.float() if stored.is_floating_point() else stored.int()
+
+
+def place_of_factor(name: str, positions: Tensor, shape: torch.Size) -> Tensor:
+    """The places in a row or column factor, called `name`, of the elements at `positions` of a tensor of `shape`."""
+    rows, columns = shape[-2:]
+    if name == ROW_FACTOR:
+        return positions // columns
+    return positions // (rows * columns) * columns + positions % columns
 
 
 class Elements(NamedTuple):
@@ -65,8 +73,9 @@ class FusedGroup:
             asking.
         clip_factor: the step's clip factor, an FP32 scalar on `device`, if the spec is clipped. Only during a step.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes. Only during a step.
-        per_param_scalars: tensor means or LR scales of the entries, FP32 of shape (entries, 1) on `device`, if the spec
-            has one. Only during a step.
+        per_param_scalars: tensor means or LR scales of the entries, FP32 of shape (entries, scalars) on `device`, if
+            the spec has some. Only during a step.
+        new_means: the new values of each entry's `means`, by name. Only during a step.
         lr_scales: what was computed last for algorithms that orthogonalize.
         matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
             that are not stepped at the same time share memory. None except while matrices are stepped.
@@ -97,6 +106,7 @@ class FusedGroup:
         self.per_param_scalars: Tensor | None = None
         self.lr_scales: LrScales | None = None
         self.matrix_slots: list[Tensor] | None = None
+        self.new_means: list[dict[str, Tensor]] = []
 
         not_yet = [0] * len(spec.input_tensors)
         addresses = (
@@ -147,8 +157,9 @@ class FusedGroup:
     def release(self) -> None:
         """Release what belongs to a single step, above all the gradients."""
         self.clip_factor = self.enabled = self.per_param_scalars = self.matrix_slots = None
+        self.new_means = []
         for entry in self.entries:
-            entry.grad = entry.orthogonalized = None
+            entry.grad = entry.orthogonalized = entry.factors = None
 
     @property
     def skipped(self) -> bool:
@@ -175,6 +186,10 @@ class FusedGroup:
         """
         if self.matrix_slots is not None:
             self._addresses[2 :: len(self.spec.tensors)] = array("q", map(Tensor.data_ptr, self.matrix_slots))
+        if self.spec.factored:
+            factors = [entry.factors for entry in self.entries if entry.factors is not None]
+            for k, of_entries in enumerate(zip(*factors, strict=True), 2):
+                self._addresses[k :: len(self.spec.tensors)] = array("q", map(Tensor.data_ptr, of_entries))
         return self._pointers
 
     def segment_keys(self, part: slice = slice(None)) -> list[dict[int, tuple[int, int]]]:
@@ -191,8 +206,11 @@ class FusedGroup:
                 keys[word] = tuple(pair)
         return keys_of_segments
 
-    def _load(self, name: str, tensor: Tensor, part: slice) -> Tensor:
-        """The values of `tensor`, called `name`, for some elements of its parameter."""
+    def _load(self, name: str, tensor: Tensor, part: slice, shape: torch.Size) -> Tensor:
+        """The values of `tensor`, called `name`, for some elements of its parameter, of which this rank has `shape`."""
+        if name in (ROW_FACTOR, COLUMN_FACTOR):
+            positions = torch.arange(part.start, part.stop, device=tensor.device)
+            return tensor[place_of_factor(name, positions, shape)]
         if name not in self.spec.per_block_tensors:
             return load(tensor.view(-1)[part])
         return load(tensor.view(-1)[part.start // BLOCK : part.stop // BLOCK]).repeat_interleave(BLOCK)
@@ -204,17 +222,19 @@ class FusedGroup:
             entry: its position in `entries`.
             part: which elements of its flattened tensors. With states in 8 bits, whole blocks.
         """
-        values = {name: self._load(name, tensor, part) for name, tensor in self.entries[entry].tensors.items()}
-        return Elements(values.pop("param"), values.pop("grad"), values, self._scalars_of(entry))
+        shape = self.weights[entry].shape
+        values = {name: self._load(name, tensor, part, shape) for name, tensor in self.entries[entry].tensors.items()}
+        return Elements(values.pop("param"), values.pop("grad"), values, self.scalars_of(entry))
 
     def elements_without_weight(self, entry: int, part: slice) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """The same without the weight, and the states that hold its low bits: gradient, states and scalars."""
         tensors = self.entries[entry].tensors
         names = [name for name in tensors if name != "param" and name not in LOW_BITS_STATES]
-        values = {name: self._load(name, tensors[name], part) for name in names}
-        return values.pop("grad"), values, self._scalars_of(entry)
+        values = {name: self._load(name, tensors[name], part, self.weights[entry].shape) for name in names}
+        return values.pop("grad"), values, self.scalars_of(entry)
 
-    def _scalars_of(self, entry: int) -> dict[str, Tensor]:
+    def scalars_of(self, entry: int) -> dict[str, Tensor]:
+        """The coming step's scalars of entry number `entry`, by name, as far as they are computed."""
         # Tensors, not numbers: torch divides a number by a tensor with two roundings.
         scalars = dict(zip(self.spec.scalars, self.scalars[entry].unbind(), strict=True))
         if self.clip_factor is not None:

@@ -37,7 +37,7 @@ def fused_step(
         weight: FP32 tensor of the elements' weights, as they are stored.
         grad: FP32 tensor of their gradients.
         state: FP32 tensors by state name, int32 for states that are stored as integers; and `orthogonalized` if the
-            spec has it.
+            spec has it, or the factors of its row and column.
         scalars: FP32 scalars by name (numbers, or tensors that broadcast).
         index: int32 tensor, the low 32 bits of the elements' global indices.
         keys: the step keys `(key0, key1)` by random word.
@@ -110,7 +110,7 @@ def evaluate(
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
 ) -> Any:
-    """The value of one of the algorithm's elementwise formulas, `update` or `tensor_mean`.
+    """The value of one of the algorithm's elementwise formulas, `update` or one of `tensor_means`.
 
     All of them see the weight as the rounding mode loads it, and the gradient after clipping and, with `maximize`,
     after its change of sign. Arguments are those of `fused_step`.
@@ -128,6 +128,12 @@ def momentum_matrix(
     """The value of an algorithm's formula `momentum_matrix`, which sees what `update` sees except for the weight."""
     grad, state = _load_gradient(spec, grad, scalars), load_states(spec, state)
     return formula(grad, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(spec.options))
+
+
+def squared_gradient(spec: KernelSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
+    """The squares of the gradient that the formulas see."""
+    loaded = _load_gradient(spec, grad, scalars)
+    return loaded * loaded
 
 
 def _load_gradient(spec: KernelSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:

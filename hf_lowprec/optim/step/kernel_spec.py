@@ -18,12 +18,12 @@ from hf_lowprec.rounding.random_bits import word_of
 
 CLIP = "clip"
 """Name of the scalar by which gradients are multiplied; the same for all parameters, in specs that are `clipped`."""
-TENSOR_MEAN = "tensor_mean"
-"""Name of the scalar that holds the mean of an algorithm's `tensor_mean` formula over a parameter."""
 LR_SCALE = "lr_scale"
 """Name of the scalar that multiplies the learning rate of an orthogonalized parameter."""
 ORTHOGONALIZED = "orthogonalized"
 """Name of the BF16 tensor that an algorithm's `orthogonalize` makes of a matrix."""
+ROW_FACTOR, COLUMN_FACTOR = "row_factor", "column_factor"
+"""Names of the FP32 tensors, one element per row or column, whose product normalizes a factored gradient."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class KernelSpec:
         states: the algorithm's states, in its order, then those of the rounding mode.
         maximize: whether the gradient is negated before the formula sees it.
         clipped: whether the gradient is multiplied by the scalar `clip` before that.
-        tensor_mean: an elementwise formula whose mean over each parameter `update` takes as `scalars.tensor_mean`, or
-            None.
+        tensor_means: elementwise formulas by name, as pairs; `update` takes their means over each parameter as scalars.
         orthogonalizes: whether `update` takes `state.orthogonalized` and `scalars.lr_scale`.
+        factored: whether the formulas take `state.row_factor` and `state.column_factor`, see `factored_moments.py`.
     """
 
     update: Update
@@ -82,8 +82,9 @@ class KernelSpec:
     states: tuple[StoredState, ...]
     maximize: bool
     clipped: bool = False
-    tensor_mean: Formula | None = None
+    tensor_means: tuple[tuple[str, Formula], ...] = ()
     orthogonalizes: bool = False
+    factored: bool = False
 
     @cached_property
     def host_scalars(self) -> tuple[str, ...]:
@@ -92,8 +93,8 @@ class KernelSpec:
 
     @cached_property
     def per_param_scalars(self) -> tuple[str, ...]:
-        """Names of the scalars that depend on the values or the shape of each parameter; at most one."""
-        return (TENSOR_MEAN,) if self.tensor_mean is not None else (LR_SCALE,) if self.orthogonalizes else ()
+        """Names of the scalars that depend on the values or the shape of each parameter."""
+        return (*(name for name, _ in self.tensor_means), *((LR_SCALE,) if self.orthogonalizes else ()))
 
     @cached_property
     def all_scalars(self) -> tuple[str, ...]:
@@ -103,7 +104,9 @@ class KernelSpec:
     @cached_property
     def input_tensors(self) -> dict[str, torch.dtype]:
         """Storage dtypes, by name, of the tensors that a step only reads."""
-        return {"grad": self.grad_dtype} | ({ORTHOGONALIZED: torch.bfloat16} if self.orthogonalizes else {})
+        factors = dict.fromkeys((ROW_FACTOR, COLUMN_FACTOR) if self.factored else (), torch.float32)
+        orthogonalized = {ORTHOGONALIZED: torch.bfloat16} if self.orthogonalizes else {}
+        return {"grad": self.grad_dtype} | orthogonalized | factors
 
     @cached_property
     def output_tensors(self) -> dict[str, torch.dtype]:

@@ -20,11 +20,13 @@ from hf_lowprec.rounding import stream_keys
 
 _HIGH_WORD = 1 << 32
 _FIXED_COLUMNS = ("entry_index", "end", "shift", "index_high")
+_MATRIX_COLUMNS = ("rows", "columns")
+"""The lengths of the last two dimensions of this rank's part of the parameter, of specs that are `factored`."""
 
 
 def segment_columns(spec: KernelSpec) -> tuple[str, ...]:
     """Names of the columns of `Segments.table`, which kernels read by position."""
-    return (*_FIXED_COLUMNS, *spec.stream_names)
+    return (*_FIXED_COLUMNS, *(_MATRIX_COLUMNS if spec.factored else ()), *spec.stream_names)
 
 
 class Segments:
@@ -44,13 +46,14 @@ class Segments:
         rows, firsts = [], []
         for entry_index, entry in enumerate(entries):
             keys = [key for word in spec.random_words for key in stream_keys(entry.group["seed"], entry.number, word)]
+            shape = entry.weight.shape[-2:] if spec.factored else ()
             for first, length, start in _runs_of_one_high_word(entry.param):
-                rows.append((entry_index, first + length, start - first, start // _HIGH_WORD, *keys))
+                rows.append((entry_index, first + length, start - first, start // _HIGH_WORD, *shape, *keys))
                 firsts.append(first)
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), len(segment_columns(spec)))
         self.first = torch.tensor(firsts, dtype=torch.int64, device="cpu")
         self.entry_index, self.end, self.shift, self.index_high = self.table[:, : len(_FIXED_COLUMNS)].unbind(1)
-        self.streams = self.table[:, len(_FIXED_COLUMNS) :]
+        self.streams = self.table[:, self.table.shape[1] - len(spec.stream_names) :]
 
     def chunks(self, size: int) -> Tensor:
         """The segments in chunks of at most `size` elements: `(segment, first element)`, int64 of shape (chunks, 2)."""

@@ -106,7 +106,7 @@ class StepPlan:
             states=[
                 entry.optimizer_state[key_of(name, part.dtype)]
                 for entry in entries
-                for name, part in entry.states.items()
+                for name, part in (entry.states | entry.means).items()
             ],
         )
 
@@ -134,21 +134,24 @@ class StepPlan:
             former = states_of_other_modes(group, optimizer_state)
             _check_shapes(index, param, states, sorted(former), optimizer_state)
             parts = {tensor.key: local_shard(optimizer_state[tensor.key]) for tensor in states}
+            of_elements = [tensor for tensor in states if tensor.state.mean_over is None]
             for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
-            dtypes = (param.dtype, local_shard(grad).dtype, *(part.dtype for part in parts.values()))
-            stored = tuple(tensor.state for tensor in states)
-            if (stored, dtypes) not in specs:
-                specs[stored, dtypes] = step_spec(optimizer, group, stored, dtypes, clipped)
+            dtypes = (param.dtype, local_shard(grad).dtype, *(parts[tensor.key].dtype for tensor in of_elements))
+            stored = tuple(tensor.state for tensor in of_elements)
+            means = tuple(tensor.state.name for tensor in states if tensor.state.mean_over is not None)
+            if (stored, dtypes, means) not in specs:
+                specs[stored, dtypes, means] = step_spec(optimizer, group, stored, dtypes, clipped, bool(means))
             entry = ParamEntry(
                 number=number,
                 group=group,
                 optimizer_state=optimizer_state,
                 param=param,
                 weight=self._contiguous(local_shard(param)),
-                states={tensor.state.name: self._contiguous(parts[tensor.key]) for tensor in states},
+                states={tensor.state.name: self._contiguous(parts[tensor.key]) for tensor in of_elements},
+                means={name: self._contiguous(parts[name]) for name in means},
             )
-            entries_by_key[_GroupKey(specs[stored, dtypes], param.device, sharding_of(param))].append(entry)
+            entries_by_key[_GroupKey(specs[stored, dtypes, means], param.device, sharding_of(param))].append(entry)
             if former:
                 self._in_new_mode.append(entry)
 
@@ -264,12 +267,13 @@ def _check_shapes(
         former: names of those that it had in another rounding mode.
         optimizer_state: its entry in `optimizer.state`.
     """
-    shapes = dict.fromkeys(former, param.shape) | {tensor.key: tensor.shape for tensor in states}
-    tensors = [(param.grad, param.shape), *((optimizer_state[name], shape) for name, shape in shapes.items())]
-    for tensor, shape in tensors:
+    shapes: dict[str, tuple[torch.Size, int | None]] = dict.fromkeys(former, (param.shape, None))
+    shapes |= {tensor.key: (tensor.shape, tensor.state.mean_over) for tensor in states}
+    tensors = [(param.grad, param.shape, None), *((optimizer_state[name], *each) for name, each in shapes.items())]
+    for tensor, shape, mean_over in tensors:
         if tensor.shape != shape or tensor.device != param.device:
             validation.raise_mismatch(index, param, optimizer_state)
-        validation.check_placement(index, param, tensor)
+        validation.check_placement(index, param, tensor, mean_over)
 
 
 def _initialized_state(
@@ -290,10 +294,10 @@ def _initialized_state(
     missing: dict[str, Any] = {}
     if "step" not in optimizer_state:
         missing["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
-    for k, (state, dtype, shape) in enumerate(states):
-        key = key_of(state.name, dtype)
+    for k, tensor in enumerate(states):
+        state, key = tensor.state, tensor.key
         if key not in optimizer_state:
-            missing[key] = zeros_apart(param, dtype, shape, k, len(states))
+            missing[key] = zeros_apart(param, tensor, k, len(states))
             if state.holds_low_bits and not states_of_other_modes(group, optimizer_state):
                 initialize_compensation(optimizer, missing[state.name], param, group["seed"], number)
     # All at once and filled: if memory runs out before, the next step finds none and begins again.
@@ -303,9 +307,14 @@ def _initialized_state(
 
 
 def step_spec(
-    optimizer: Algorithm, group: ParamGroup, states: tuple[State, ...], dtypes: tuple[torch.dtype, ...], clipped: bool
+    optimizer: Algorithm,
+    group: ParamGroup,
+    states: tuple[State, ...],
+    dtypes: tuple[torch.dtype, ...],
+    clipped: bool,
+    factored: bool,
 ) -> KernelSpec:
-    """The spec of parameters whose tensors (themselves, gradient, states) have `dtypes`."""
+    """The spec of parameters whose tensors (themselves, gradient, states of their shape) have `dtypes`."""
     param_dtype, grad_dtype, *state_dtypes = dtypes
     return KernelSpec(
         update=type(optimizer).update,
@@ -320,6 +329,7 @@ def step_spec(
         ),
         maximize=bool(group["maximize"]),
         clipped=clipped,
-        tensor_mean=optimizer.tensor_mean,
+        tensor_means=tuple(optimizer.tensor_means(group).items()),
         orthogonalizes=optimizer.orthogonalizes(group),
+        factored=factored,
     )

@@ -56,9 +56,9 @@ def compute_tensor_means(backend_steps: Iterable[BackendStep]) -> None:
     """
     for backend_step in backend_steps:
         fused_group = backend_step.fused_group
-        if fused_group.spec.tensor_mean is not None:
+        if fused_group.spec.tensor_means:
             sums = sum_over_shards(backend_step.tensor_sums(), fused_group.sharding)
-            fused_group.per_param_scalars = (sums / fused_group.full_sizes).float()[:, None]
+            fused_group.per_param_scalars = (sums / fused_group.full_sizes[:, None]).float()
 
 
 def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[range]:

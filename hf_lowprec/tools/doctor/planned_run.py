@@ -16,7 +16,7 @@ from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.state_tensors import state_dtype
 from hf_lowprec.rounding import MODES
 from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION_QUANTA, Quantum, Storage
-from hf_lowprec.tools.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
+from hf_lowprec.tools.doctor.update_sizes import ADAMS, PREDICTED_ALGORITHMS
 from hf_lowprec.tools.inspection.optimizer_states import read_parameter_states
 
 STOCK = ("adamw_torch", "adamw_torch_fused")
@@ -138,6 +138,11 @@ def plan_run(
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     group = cls([weight], **kwargs, **({"first_parameter": 0} if is_ours else {})).param_groups[0]
+    if group.get("relative_step") or group.get("scale_parameter"):
+        raise ValueError(
+            f"--optim-args {optim_args}: the sizes of updates depend on steps and weights; leave out relative_step and "
+            "scale_parameter"
+        )
     options = optim_args_of(args) if is_ours else OptimArgs()
     algorithm = optim.partition("_")[0]
     state_rounding = group.get("state_rounding", "nearest")
@@ -145,13 +150,13 @@ def plan_run(
     return PlannedRun(
         optim=optim,
         algorithm=algorithm,
-        betas=tuple(group["betas"]),
+        betas=tuple(group.get("betas") or (group["beta1"] or 0.0, 0.0)),
         learning_rates=learning_rates(args),
         weight_decay=0.0 if algorithm == "adam" and not group["decoupled_weight_decay"] else weight_decay,
         decay_is_separate=optim == "adamw_torch",
         rounding=options.rounding_schedule or RoundingSchedule.parse(group.get("rounding", "nearest")),
         state_rounding=state_rounding,
-        rounds_second_moment_to_nearest=algorithm in GAUSSIAN
+        rounds_second_moment_to_nearest=algorithm in ADAMS
         and (second_moment, state_rounding) == (torch.bfloat16, "nearest"),
         keep_fp32=options.keep_fp32,
         is_ours=is_ours,

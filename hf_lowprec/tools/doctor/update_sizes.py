@@ -14,6 +14,9 @@ It is 1 in the first step and `(1-β1)/(1+β1)` in the end: ρ = 0.23 for β1 = 
 close to Gaussian. `Σ_t r_t` over many steps has the variance of `Σ_t g_t/σ`: 1 per step. So directions persist: the
 variance of the displacement is `1/ρ²` times what independent updates of that size would give.
 
+**Adafactor** without `relative_step` and `scale_parameter`: the same, but with the final size from the first step, and
+without `beta1` as for β1 = 0. The RMS of `r` is then 1, the limit above which it clips.
+
 **Lion**: `r = sign(c)`, whose size is 1. `c = Σ w_k·g_(t-k)` with `w_0 = 1-β1` and `w_k = β1·(1-β2)·β2^(k-1)`. The
 signs of two Gaussian numbers with correlation κ have correlation `(2/π)·asin(κ)`, which gives the persistence.
 
@@ -45,9 +48,9 @@ SAMPLE = 512
 ALL = "all"
 """All parts of a model together."""
 
-GAUSSIAN = ("adam", "adamw", "stableadamw")
+ADAMS = ("adam", "adamw", "stableadamw")
 LION = "lion"
-PREDICTED_ALGORITHMS = (*GAUSSIAN, LION)
+PREDICTED_ALGORITHMS = (*ADAMS, "adafactor", LION)
 """The algorithms whose updates have a size that does not depend on that of the gradients."""
 
 
@@ -75,7 +78,7 @@ def noise_directions(algorithm: str, betas: tuple[float, float]) -> Directions:
     if algorithm == LION:
         return Directions(torch.ones(1, dtype=torch.float64), 0.0, lion_persistence(*betas))
     size = adam_size(betas[0])
-    return Directions(size * _half_normal_sample(), betas[0], 1 / size**2)
+    return Directions(size * _half_normal_sample(), betas[0] if algorithm in ADAMS else 0.0, 1 / size**2)
 
 
 def measured_directions(sample: Tensor, algorithm: str, betas: tuple[float, float]) -> Directions:

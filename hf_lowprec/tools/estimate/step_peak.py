@@ -1,7 +1,7 @@
 """The memory that an optimizer step needs for a moment, in addition to weights, gradients and states.
 
-Only algorithms that orthogonalize matrices need any worth mentioning; the others update weights in place. Their part of
-a step runs here on the meta device, so what is counted is what the step does.
+Only algorithms that orthogonalize matrices or factor second moments need any worth mentioning; the others update
+weights in place. Their part of a step runs here on the meta device, so what is counted is what the step does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.backends.eager import EagerStep
 from hf_lowprec.optim.state.state_tensors import state_tensors
+from hf_lowprec.optim.step.factored_moments import compute_factors
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.step_plan import step_spec
@@ -34,7 +35,7 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
     """
     peak = 0
     for group in optimizer.param_groups:
-        if not optimizer.orthogonalizes(group):
+        if not optimizer.orthogonalizes(group) and all(state.mean_over is None for state in optimizer.states(group)):
             continue
         alike: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
@@ -44,8 +45,10 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
                 alike.setdefault(key, []).append(param)
         for params in alike.values():
             fused_group = _on_meta(optimizer, group, params, clipped)
+            backend_step = EagerStep(fused_group)
             with LiveMemory() as memory:
-                for _ in parts_to_step(optimizer, EagerStep(fused_group)):
+                compute_factors([backend_step])
+                for _ in parts_to_step(optimizer, backend_step):
                     pass
             peak = max(peak, memory.peak)
     return peak
@@ -57,17 +60,20 @@ def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[T
     `params` have the same dtype, and states of the same names and dtypes.
     """
     dtype = params[0].dtype
-    states = state_tensors(optimizer, group, params[0])
+    tensors = state_tensors(optimizer, group, params[0])
+    states = [tensor for tensor in tensors if tensor.state.mean_over is None]
     dtypes = (dtype, dtype, *(tensor.dtype for tensor in states))
-    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped)
+    factored = len(states) < len(tensors)
+    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped, factored)
     entries = []
     for number, param in enumerate(params):
         weight, grad = (torch.empty(param.shape, dtype=dtype, device="meta") for _ in range(2))
-        named = {
-            tensor.state.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for tensor in state_tensors(optimizer, group, param)
-        }
-        entries.append(ParamEntry(number, group, {"step": torch.tensor(0)}, weight, weight, named, grad))
+        named: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
+        for tensor in state_tensors(optimizer, group, param):
+            is_mean = tensor.state.mean_over is not None
+            named[is_mean][tensor.state.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        state = {"step": torch.tensor(0)}
+        entries.append(ParamEntry(number, group, state, weight, weight, named[False], named[True], grad=grad))
     fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
     fused_group.compute_scalars(optimizer.scalars)
     if clipped:

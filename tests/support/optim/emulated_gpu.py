@@ -55,7 +55,7 @@ class EmulatedGpu:
                 groups.append(fused_group)
 
         def kernels(spec):
-            names = triton_launch.Kernels._fields[: 2 if spec.tensor_mean is None else 3]
+            names = triton_launch.Kernels._fields[: 3 if spec.tensor_means else 2]
             return triton_launch.Kernels(
                 *[self.kernel(render(spec), name) for name in names], *[None][len(names) - 2 :]
             )
@@ -70,7 +70,11 @@ class EmulatedGpu:
 
 
 def _tensors(group: FusedGroup) -> list[Tensor]:
-    found = [tensor for entry in group.entries for tensor in (entry.weight, entry.grad, *entry.states.values())]
+    found = [
+        tensor
+        for entry in group.entries
+        for tensor in (entry.weight, entry.grad, *(entry.factors or ()), *entry.states.values())
+    ]
     return [tensor for tensor in [*found, *(group.matrix_slots or [])] if tensor is not None]
 
 

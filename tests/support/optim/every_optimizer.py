@@ -15,6 +15,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = sorted(ALGORITHMS)
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "Adafactor": [{"beta1": 0.9, "weight_decay": 0.1}, {}, {"relative_step": False, "scale_parameter": False}],
     "Adam": [{"amsgrad": True, "weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
     "AdamW": [{"amsgrad": True}, {"weight_decay": 0.0}, {"betas": (0.0, 0.5), "eps": 1e-4}],
     "Adan": [{"weight_decay": 0.1}, {"no_prox": True, "weight_decay": 0.1}],

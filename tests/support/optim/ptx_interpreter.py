@@ -375,6 +375,8 @@ def _decoded(opcode: str) -> tuple[tuple[str, ...], Callable[..., np.ndarray]]:
             return (kind, kind), _BITWISE[name]
         case "add" | "sub" | "min" | "max", [] if kind[0] in "us":
             return (kind, kind), _INTEGER[name]
+        case "div" | "rem", [] if kind[0] in "us":
+            return (kind, kind), functools.partial(_divided, rest=name == "rem")
         case "mul", ["lo"]:
             return (kind, kind), operator.mul
         case "mad", ["lo"]:
@@ -401,6 +403,12 @@ def _decoded(opcode: str) -> tuple[tuple[str, ...], Callable[..., np.ndarray]]:
             return (kind,), lambda a: a.astype(_DTYPES[to])
         case "cvt", [to] if (to, kind) in (("f32", "f16"), ("f64", "f32")):
             return (kind,), lambda a: _with_one_nan(a.astype(_DTYPES[to]))
+        case "cvt", ["rn", "f32"] if kind == "s32":
+            return (kind,), lambda a: a.astype(np.float32)
+        case "cvt", ["rmi", "ftz", "f32"] if kind == "f32":
+            return (kind,), lambda a: np.floor(_flushed(a))
+        case "cvt", ["rzi", "s32"] if kind == "f32":
+            return (kind,), lambda a: a.astype(np.int32)
         case "cvt", ["rn", "f16"] if kind == "f32":
             return (kind,), lambda a: _with_one_nan(a.astype(np.float16))
         case "cvt", ["rn", "f16x2"] if kind == "f32":
@@ -448,6 +456,12 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     inexact = (error != 0) & np.isfinite(total) & np.isfinite(error) & (bits & 1 == 0)
     bits += np.where(inexact, np.where((error > 0) == (total > 0), 1, -1), 0)
     return total.astype(np.float32)
+
+
+def _divided(a: np.ndarray, b: np.ndarray, rest: bool) -> np.ndarray:
+    """The quotient of integers, rounded towards zero, or what it leaves. Threads that are elsewhere may divide by 0."""
+    b = np.where(b == 0, b.dtype.type(1), b)
+    return np.fmod(a, b) if rest else (a - np.fmod(a, b)) // b
 
 
 def _shift(a: np.ndarray, bits: np.ndarray, left: bool) -> np.ndarray:

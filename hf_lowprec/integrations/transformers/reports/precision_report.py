@@ -65,9 +65,11 @@ def precision_report(
 def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
     """Format the lines about states. The scales of a state in 8 bits are a part of its line."""
     counts = expected_states(optimizer)
+    states = (state for group in optimizer.param_groups for state in optimizer.states(group))
+    means = {state.name for state in states if state.mean_over is not None}
     for name, count in counts.items():
         if name.removesuffix(SCALE_SUFFIX) not in counts.keys() - {name}:
-            yield _row(name, count, scales=counts.get(name + SCALE_SUFFIX, Counter()))
+            yield _row(name, count, None, counts.get(name + SCALE_SUFFIX, Counter()), name in means)
     for reason, elements in elements_kept_in_bf16(optimizer).items():
         yield f"  {'not in 8 bits':<16}{elements:,} elements in bfloat16: {reason}"
 
@@ -120,6 +122,7 @@ def _row(
     count: Counter[torch.dtype],
     of: Counter[torch.dtype] | None = None,
     scales: Counter[torch.dtype] | None = None,
+    of_means: bool = False,
 ) -> str:
     """Format one line: size, bytes per parameter (if each element is one parameter), and element counts by dtype.
 
@@ -128,13 +131,14 @@ def _row(
         count: elements by dtype that exist at once.
         of: all of them, if they do not exist at once.
         scales: of a state, the scales of its elements in 8 bits by dtype.
+        of_means: whether it is a state with one element per row or column.
     """
     total = sum((of or count).values())
     stored = [*count.items(), *(scales or Counter()).items()]
     size = sum(n * dtype.itemsize for dtype, n in stored)
     # An element of quantized data may hold several weights, or part of one.
     floats = scales is not None or all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
-    each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
+    each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats and not of_means else f"{'':21}"
     shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())
     shares += f" at once, of {sum(of.values()):,}: released during the backward pass" if of else ""
     shares += f", scales {sum(scales.values()):,}" if scales else ""

@@ -28,7 +28,7 @@ from hf_lowprec.optim.backends.c.renderer import (
 )
 from hf_lowprec.optim.backends.renderer import indent, operations, output_nodes
 from hf_lowprec.optim.backends.trace import integer_inputs, trace
-from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.step.kernel_spec import ROW_FACTOR, KernelSpec
 from hf_lowprec.rounding.block_floats import BLOCK, block_max
 from hf_lowprec.rounding.random_bits import weyl
 
@@ -163,7 +163,7 @@ class _BlockRenderer:
         self._rendered = operations(graph, self._c, integer_inputs(spec))
         self._output_names = list(spec.output_tensors)
         self._output_values = [result.name for result in output_nodes(graph)]
-        self._elements = [name for name in spec.tensors if name not in spec.per_block_tensors]
+        self._elements = [name for name in spec.tensors if name not in (*spec.per_block_tensors, ROW_FACTOR)]
         self._in_8_bits = [name for name in self._elements if spec.tensors[name] == torch.int8]
         self._in_16_bits = [name for name in self._elements if spec.tensors[name] in STORE_PAIR]
         self._is_float = {node.name: operation.is_float for node, operation in self._rendered.items()}
@@ -177,6 +177,7 @@ class _BlockRenderer:
             for word in self._spec.random_words
         ]
         declarations += [self._load(name, f"block / {BLOCK}") for name in sorted(self._spec.per_block_tensors)]
+        declarations += [self._load(ROW_FACTOR, "0")] if self._spec.factored else []
         for name in self._in_8_bits:
             declarations.append(f"uint32_t {name}_pairs[{_PAIRS}], new_{name}_pairs[{_PAIRS}];")
             declarations.append(f"{_FOR_EACH_PAIR} {name}_pairs[j] = {_BYTE_PAIR_J.format(name)};")

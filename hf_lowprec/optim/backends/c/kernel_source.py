@@ -22,8 +22,8 @@ from hf_lowprec.optim.backends.c.renderer import (
     value_type,
 )
 from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
-from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
-from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys, trace_tensor_means, used_inputs
+from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ROW_FACTOR, KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
@@ -33,18 +33,19 @@ CHUNK = 1 << 15
 _SCHEDULE = "dynamic, 4"
 """Threads take 4 chunks from the queue at once: enough for streaming access, and few enough that an interrupted thread
 does not keep the others waiting for long."""
+_FACTORS = (ROW_FACTOR, COLUMN_FACTOR)
 _PARTIAL_TERMS, _PARTIAL_SQUARES = 16, 32
 """Accumulators of the sums: an addition has to wait for the previous one into the same accumulator."""
 
 
 def render(spec: KernelSpec) -> str:
-    """The C source of `step` and `square_sum` for `spec` and, if its algorithm has a `tensor_mean`, of `tensor_sum`.
+    """The C source of `step` and `square_sum` for `spec` and, if it has `tensor_means`, of `tensor_sum`.
 
     The `native` backend compiles it to a shared library and calls these functions through ctypes.
     """
     source = _HEADER.format(description="\n   ".join(description(spec)))
     source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
-    return source + ("" if spec.tensor_mean is None else _render_tensor_sum(spec)) + _render_square_sum(spec)
+    return source + (_render_tensor_sum(spec) if spec.tensor_means else "") + _render_square_sum(spec)
 
 
 _HEADER = """\
@@ -107,11 +108,21 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments
 #pragma omp parallel for schedule({schedule}) num_threads(threads)
     for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
 {chunk_bounds}
+{rows}
 {chunk_inputs}
 {loops}
+{end_of_row}
     }}
 }}
 """
+
+_ROWS = """\
+        /* Factors have one element per row, and one per column: one row at a time. */
+        const int64_t end_of_chunk = start + count;
+        for (int64_t row_start = start; row_start < end_of_chunk;) {
+            const int64_t start = row_start, rest_of_row = columns - start % columns;
+            const int count = rest_of_row < end_of_chunk - start ? (int)rest_of_row : (int)(end_of_chunk - start);
+            row_start += count;"""
 
 _ELEMENTS = """\
         int done = 0;
@@ -159,8 +170,10 @@ def _render_step(spec: KernelSpec) -> str:
         n_scalars=len(scalars),
         schedule=_SCHEDULE,
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        rows=_ROWS if spec.factored else "",
         chunk_inputs=indent(8, chunk_inputs),
         loops=loops,
+        end_of_row=" " * 8 + "}" if spec.factored else "",
     )
 
 
@@ -186,16 +199,22 @@ def _element_loops(spec: KernelSpec, scalars: Sequence[str]) -> tuple[str, str]:
         return [f"{name} += {increment};" for name in weyls]
 
     pairs = ""
-    if set(tensors.values()) <= STORE_PAIR.keys():
+    of_elements = {name: dtype for name, dtype in tensors.items() if name not in _FACTORS}
+    if set(of_elements.values()) <= STORE_PAIR.keys():
         pair_stores = [
             f"((pair *){name}_ptr)[i] = {STORE_PAIR[dtype].format(f'new_{name}_even', f'new_{name}_odd')};"
             for name, dtype in output_tensors.items()
         ]
-        evens = [LOAD_EVEN[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
-        odds = [LOAD_ODD[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
+        evens, odds = (
+            [
+                (_load(spec, name, f"2 * i + {k}") if name in _FACTORS else load_half[dtype].format(f"{name}_pair"))
+                for name, dtype in tensors.items()
+            ]
+            for k, load_half in enumerate((LOAD_EVEN, LOAD_ODD))
+        )
         pairs = _PAIRS.format(
             outputs=_statements(_declarations(output_tensors, "new_{0}_even, new_{0}_odd")),
-            loads=indent(12, [f"const uint32_t {name}_pair = ((const pair *){name}_ptr)[i];" for name in tensors]),
+            loads=indent(12, [f"const uint32_t {name}_pair = ((const pair *){name}_ptr)[i];" for name in of_elements]),
             even_arguments=fused_step_arguments(evens, "", "_even"),
             odd_arguments=fused_step_arguments(odds, f" + {WEYL_INCREMENT}", "_odd"),
             stores=indent(12, pair_stores + advance_weyls(f"2 * {WEYL_INCREMENT}")),
@@ -206,31 +225,37 @@ def _element_loops(spec: KernelSpec, scalars: Sequence[str]) -> tuple[str, str]:
     return function, _ELEMENTS.format(
         pairs=pairs,
         outputs=_statements(_declarations(output_tensors, "new_{0}")),
-        arguments=fused_step_arguments([LOAD[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
+        arguments=fused_step_arguments([_load(spec, name, "i") for name in tensors]),
         stores=indent(12, stores + advance_weyls(WEYL_INCREMENT)),
     )
 
 
 _CHUNK_SUM = """
-/* The FP64 sum of {summed} over each chunk. The tables are those of `step`. */
+/* The FP64 sums of {summed} over each chunk. The tables are those of `step`. */
 void {name}(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
             void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
 {{
 #pragma omp parallel for schedule({schedule}) num_threads(threads)
     for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
 {chunk_bounds}
-{chunk_inputs}
         /* Several partial sums, because each addition waits for the previous one into the same sum. */
-        double partial_sums[{partial_sums}] = {{0}}, total = 0;
+        double partial_sums[{n_sums}][{partial_sums}] = {{{{0}}}}, totals[{n_sums}] = {{0}};
+{rows}
+{chunk_inputs}
         int i = 0;
         for (; i + {partial_sums} <= count; i += {partial_sums})
+            for (int j = 0; j < {partial_sums}; j++) {{
+{partial_terms}
+            }}
+        for (; i < count; i++) {{
+{terms}
+        }}
+{end_of_row}
+        for (int k = 0; k < {n_sums}; k++) {{
             for (int j = 0; j < {partial_sums}; j++)
-                partial_sums[j] += {partial_term};
-        for (; i < count; i++)
-            total += {term};
-        for (int j = 0; j < {partial_sums}; j++)
-            total += partial_sums[j];
-        sums[chunk] = total;
+                totals[k] += partial_sums[k][j];
+            sums[chunk * {n_sums} + k] = totals[k];
+        }}
     }}
 }}
 """
@@ -246,54 +271,73 @@ def _render_square_sum(spec: KernelSpec) -> str:
         schedule="static",
         **_table_widths(spec),
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        rows="",
         chunk_inputs=indent(8, _load_pointers(spec, ["grad"], ())),
+        end_of_row="",
         partial_sums=_PARTIAL_SQUARES,
-        partial_term=f"square({grad.format('i + j')})",
-        term=f"square({grad.format('i')})",
+        n_sums=1,
+        partial_terms=indent(16, [f"partial_sums[0][j] += square({grad.format('i + j')});"]),
+        terms=indent(12, [f"totals[0] += square({grad.format('i')});"]),
     )
 
 
-_TENSOR_MEAN_TERM = """
-/* One element: the operations traced from the algorithm's `tensor_mean` formula. */
-static inline __attribute__((always_inline)) float tensor_mean_term(
+_TENSOR_MEAN_TERMS = """
+/* One element: the operations traced from the algorithm's `tensor_means`. */
+static inline __attribute__((always_inline)) void tensor_mean_terms(
         {parameters})
 {{
 {body}
-    return {result};
 }}
 """
 
 
 def _render_tensor_sum(spec: KernelSpec) -> str:
-    """Render `tensor_sum`, of the algorithm's `tensor_mean` formula, and before it the function that it calls."""
-    graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, CRenderer(), spec.integer_tensors)
+    """Render `tensor_sum`, of the algorithm's `tensor_means`, and before it the function that it calls."""
+    graph = trace_tensor_means(spec)
+    lines, results = statements(graph, CRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
     parameters = _declarations({name: spec.tensors[name] for name in used_tensors})
-    parameters += [f"float {name}" for name in used_scalars]
+    parameters += [f"float {name}" for name in used_scalars] + [f"float *term{k}" for k in range(len(results))]
 
-    def term(index: str) -> str:
-        values = [LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]") for name in used_tensors]
-        return f"tensor_mean_term(\n{' ' * 20}{arguments([*values, *used_scalars], 20)})"
+    def terms(index: str, place: str) -> list[str]:
+        values = [_load(spec, name, index) for name in used_tensors]
+        outputs = [f"term{k}" for k in range(len(results))]
+        inputs = arguments([*values, *used_scalars, *(f"&{name}" for name in outputs)], 20)
+        sums = [f"{place.format(k)} += {name};" for k, name in enumerate(outputs)]
+        return [f"float {', '.join(outputs)};", f"tensor_mean_terms(\n{' ' * 20}{inputs});", *sums]
 
-    function = _TENSOR_MEAN_TERM.format(parameters=arguments(parameters, 8), body=indent(4, lines), result=result)
+    body = indent(4, lines + [f"*term{k} = {result};" for k, result in enumerate(results)])
+    function = _TENSOR_MEAN_TERMS.format(parameters=arguments(parameters, 8), body=body)
+    by_rows = spec.factored and not {*_FACTORS}.isdisjoint(used_tensors)
     return function + _CHUNK_SUM.format(
         name="tensor_sum",
-        summed="`tensor_mean_term`",
+        summed="`tensor_mean_terms`",
         schedule=_SCHEDULE,
         **_table_widths(spec),
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        rows=_ROWS if by_rows else "",
         chunk_inputs=indent(8, _load_pointers(spec, used_tensors, ()) + _load_scalars(scalars)),
+        end_of_row=" " * 8 + "}" if by_rows else "",
         partial_sums=_PARTIAL_TERMS,
-        partial_term=term("i + j"),
-        term=term("i"),
+        n_sums=len(results),
+        partial_terms=indent(16, terms("i + j", "partial_sums[{0}][j]")),
+        terms=indent(12, terms("i", "totals[{0}]")),
     )
 
 
 def _place(spec: KernelSpec, name: str, index: str) -> str:
     """The place in the tensor `name` that belongs to the element `index` of the parameter."""
+    if name == ROW_FACTOR:
+        return f"{index} / columns" if index == "start" else "0"
+    if name == COLUMN_FACTOR and index == "start":
+        return "start / (rows * columns) * columns + start % columns"
     return f"({index}) / {BLOCK}" if name in spec.per_block_tensors else index
+
+
+def _load(spec: KernelSpec, name: str, index: str) -> str:
+    """The value of the tensor `name` that belongs to the element `index` of what the pointers point to."""
+    return LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]")
 
 
 def _declarations(tensors: Mapping[str, torch.dtype], variable: str = "{0}") -> list[str]:

@@ -71,8 +71,10 @@ class NativeStep(BackendStep):
         return sums.sum()
 
     def tensor_sums(self) -> Tensor:
-        """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the CPU."""
-        sums = torch.empty(len(self._chunks), dtype=torch.float64, device="cpu")
+        """The sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the CPU."""
+        sums = torch.empty(
+            len(self._chunks), len(self.fused_group.spec.tensor_means), dtype=torch.float64, device="cpu"
+        )
         self._call(self._kernel.tensor_sum, self._chunks, sums)
         return sum_by_entry(sums, self._chunks_per_entry)
 
@@ -89,7 +91,7 @@ class NativeStep(BackendStep):
 
 
 def kernel(spec: KernelSpec) -> ctypes.CDLL:
-    """The library with the compiled functions `step`, `square_sum` and, if `spec` has a `tensor_mean`, `tensor_sum`.
+    """The library with the compiled functions `step`, `square_sum` and, if `spec` has `tensor_means`, `tensor_sum`.
 
     A spec that failed to compile is not compiled again.
 
@@ -104,7 +106,7 @@ def kernel(spec: KernelSpec) -> ctypes.CDLL:
 
 @functools.cache
 def _load(spec: KernelSpec) -> ctypes.CDLL | CompilerError:
-    functions = ["step", "square_sum", *([] if spec.tensor_mean is None else ["tensor_sum"])]
+    functions = ["step", "square_sum", *(["tensor_sum"] if spec.tensor_means else [])]
     try:
         library = _compiled(render(spec), functions)
     except CompilerError as error:

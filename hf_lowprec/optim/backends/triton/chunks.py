@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.backends.triton.loads import FACTORS
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import Segments, parts_of_runs
 
@@ -69,7 +70,7 @@ def _heads(spec: KernelSpec, segments: Segments, pointers: Tensor) -> tuple[Tens
 
     Where there is none, the head has no elements. Scales of states in 8 bits are read one by one, wherever they are.
     """
-    columns = [k for k, name in enumerate(spec.tensors) if name not in spec.per_block_tensors]
+    columns = [k for k, name in enumerate(spec.tensors) if name not in (*spec.per_block_tensors, *FACTORS)]
     sizes = torch.tensor([dtype.itemsize for dtype in spec.tensors.values()], device="cpu")[columns]
     addresses = pointers[:, columns][segments.entry_index] + segments.first[:, None] * sizes
     # Where the tensor with the smallest elements is on a boundary, the others can be.

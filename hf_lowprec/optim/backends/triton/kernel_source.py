@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
 from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys
 from hf_lowprec.optim.backends.triton.loads import (
+    FACTORS,
     RAGGED_COLUMNS,
     WHOLE_COLUMNS,
+    find_factors,
     load_chunk_inputs,
     load_elements,
     load_row,
+    matrix_inputs,
     number_elements,
 )
 from hf_lowprec.optim.backends.triton.renderer import (
@@ -33,14 +36,14 @@ from hf_lowprec.rounding.block_floats import BLOCK
 
 
 def render(spec: KernelSpec) -> str:
-    """The Python source of the kernels `step` and `step_ragged` for `spec` and, if its algorithm has a `tensor_mean`
-    formula, of `tensor_sum`.
+    """The Python source of the kernels `step` and `step_ragged` for `spec` and, if it has `tensor_means`, of
+    `tensor_sum`.
 
     The `triton` backend executes it and launches the kernels.
     """
-    source = _HEADER.format(description="\n# ".join(description(spec)))
+    source = _HEADER.format(description="\n# ".join(description(spec))) + (_FACTORS if spec.factored else "")
     source += _render_segment_keys(spec) if spec.key_names else ""
-    return source + _render_step(spec) + ("" if spec.tensor_mean is None else render_tensor_sum(spec))
+    return source + _render_step(spec) + (render_tensor_sum(spec) if spec.tensor_means else "")
 
 
 _HEADER = """\
@@ -48,6 +51,10 @@ _HEADER = """\
 
 import triton
 import triton.language as tl
+"""
+
+_FACTORS = """
+from hf_lowprec.optim.backends.triton.matrix_places import places_of_factors
 """
 
 
@@ -172,7 +179,9 @@ def _render_step(spec: KernelSpec) -> str:
     formula = render_formula("fused_step", traced, inputs, trace(spec), integer_inputs(spec))
     return formula + _STEP.format(
         arguments=arguments(inputs, 12),
-        chunk_inputs=arguments(["first_index", *(f"{name}_address" for name in tensors), *scalars, *keys], 12),
+        chunk_inputs=arguments(
+            ["first_index", *(f"{name}_address" for name in tensors), *matrix_inputs(spec), *scalars, *keys], 12
+        ),
         outputs=", ".join(f"new_{name}" for name in output_tensors),
         n_pointers=len(tensors),
         n_scalars=len(scalars),
@@ -201,10 +210,13 @@ def _load_ragged_chunk(columns: Sequence[str]) -> list[str]:
 
 def _load_ragged(spec: KernelSpec) -> list[str]:
     """Statements that load the elements of a ragged chunk, FP32 or int32."""
-    lines = []
+    lines = find_factors(spec, "lanes")
     for name, dtype in spec.tensors.items():
         storage = f"tl.{STORAGE[dtype]}"
-        if name in spec.per_block_tensors:
+        if name in FACTORS:
+            pointer = f"{name}_address.to(tl.pointer_type({storage})) + {FACTORS[name]}"
+            lines.append(f"{name}_stored = tl.load({pointer}, mask=lanes < count, other=0)")
+        elif name in spec.per_block_tensors:
             pointer = f"{name}_address.to(tl.pointer_type({storage})) + blocks"
             lines.append(f"{name}_stored = tl.load({pointer}, mask=blocks * {BLOCK} < count, other=0)")
         else:

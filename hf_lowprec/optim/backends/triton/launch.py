@@ -143,9 +143,9 @@ class TritonStep(BackendStep):
         return sums.sum()
 
     def tensor_sums(self) -> Tensor:
-        """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the group's device."""
+        """The sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the group's device."""
         group, chunks, segments = self.fused_group, self._tables.all_chunks, self._tables.segments
-        sums = torch.empty(len(chunks), dtype=torch.float64, device=group.device)
+        sums = torch.empty(len(chunks), len(group.spec.tensor_means), dtype=torch.float64, device=group.device)
         if len(chunks) > 0:
             tables = self._tables.of_step()
             with _on(group.device):
@@ -221,7 +221,7 @@ class Kernels(NamedTuple):
     Attributes:
         step: steps whole chunks.
         step_ragged: steps ragged chunks.
-        tensor_sum: sums the `tensor_mean` formula; None if the spec has none.
+        tensor_sum: sums `spec.tensor_means`; None if there are none.
     """
 
     step: Any

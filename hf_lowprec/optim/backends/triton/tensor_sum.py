@@ -1,16 +1,18 @@
-"""Render the sum of an algorithm's `tensor_mean` formula over the elements of each chunk as Triton."""
+"""Render the sums of an algorithm's `tensor_means` over the elements of each chunk as Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from hf_lowprec.optim.backends.renderer import arguments, indent
-from hf_lowprec.optim.backends.trace import trace_tensor_mean, used_inputs
+from hf_lowprec.optim.backends.trace import trace_tensor_means, used_inputs
 from hf_lowprec.optim.backends.triton.loads import (
+    FACTORS,
     WHOLE_COLUMNS,
     load_chunk_inputs,
     load_elements,
     load_row,
+    matrix_inputs,
     number_elements,
 )
 from hf_lowprec.optim.backends.triton.renderer import render_formula
@@ -30,13 +32,12 @@ def sum_aligned_chunk(
 ):
 {lanes}
     # Pairs of FP32 numbers, as in `square_sum`, since many GPUs have few units for FP64.
-    high = tl.zeros(lanes.shape, tl.float32)
-    low = tl.zeros(lanes.shape, tl.float32)
+{zeros}
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
-        high, error = two_sum(high, tensor_mean_term({inputs}))
-        low += error
-    return sum_of_pairs(high, low, BLOCK)
+        {terms} = tensor_mean_terms({inputs})
+{additions}
+    return {results}
 
 
 @triton.jit
@@ -45,12 +46,13 @@ def sum_masked_chunk(
     count, BLOCK: tl.constexpr
 ):
 {lanes}
-    total = tl.zeros(lanes.shape, tl.float64)
+{masked_zeros}
     for offset in range(0, count, BLOCK):
 {masks}
 {masked_loads}
-        total += tl.where(mask, tensor_mean_term({inputs}).to(tl.float64), 0.0)
-    return tl.sum(total)
+        {terms} = tensor_mean_terms({inputs})
+{masked_additions}
+    return {masked_results}
 
 
 @triton.jit
@@ -58,22 +60,23 @@ def tensor_sum(
     chunks, segments, pointers, scalars, sums,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    # The FP64 sum of `tensor_mean_term` over each chunk, which has CHUNK elements or ends with its segment. The tables
-    # are those of `step`, with {n_scalars} scalars each. TAIL: elements per iteration under a mask.
+    # The FP64 sums of `tensor_mean_terms` over each chunk, which has CHUNK elements or ends with its segment. The
+    # tables are those of `step`, with {n_scalars} scalars each. TAIL: elements per iteration under a mask.
     chunk = tl.program_id(0).to(tl.int64)
 {chunk}
 {inputs_of_chunk}
     remaining = end - start
     if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
-        tl.store(sums + chunk, sum_aligned_chunk(
+        {sums} = sum_aligned_chunk(
             {chunk_inputs},
             CHUNK, BLOCK
-        ))
+        )
     else:
-        tl.store(sums + chunk, sum_masked_chunk(
+        {sums} = sum_masked_chunk(
             {chunk_inputs},
             tl.minimum(remaining, CHUNK).to(tl.int32), TAIL
-        ))
+        )
+{stores}
 """
 
 
@@ -81,17 +84,29 @@ def render_tensor_sum(spec: KernelSpec) -> str:
     """The Python source of the kernel `tensor_sum`, which needs the header of `triton_source.render`.
 
     Args:
-        spec: its algorithm must have a `tensor_mean` formula.
+        spec: it must have `tensor_means`.
     """
-    graph = trace_tensor_mean(spec)
+    graph = trace_tensor_means(spec)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
     addresses, columns = [f"{name}_address" for name in used_tensors], segment_columns(spec)
-    inputs, traced = [*used_tensors, *used_scalars], "the algorithm's `tensor_mean` formula"
-    formula = render_formula("tensor_mean_term", traced, inputs, graph, spec.integer_tensors)
+    inputs, traced = [*used_tensors, *used_scalars], "the algorithm's `tensor_means`"
+    formula = render_formula("tensor_mean_terms", traced, inputs, graph, spec.integer_tensors)
+    factors = matrix_inputs(spec) if not FACTORS.keys().isdisjoint(used_tensors) else []
+    means = range(len(spec.tensor_means))
+    in_pairs = [f"high{k}, error{k} = two_sum(high{k}, term{k})\nlow{k} += error{k}" for k in means]
     return formula + _TENSOR_SUM.format(
         inputs=arguments(inputs, 16),
-        chunk_inputs=arguments([*addresses, *used_scalars], 12),
+        zeros=indent(4, [f"{half}{k} = tl.zeros(lanes.shape, tl.float32)" for k in means for half in ("high", "low")]),
+        terms=", ".join(f"term{k}" for k in means),
+        additions=indent(8, [line for lines in in_pairs for line in lines.splitlines()]),
+        results=", ".join(f"sum_of_pairs(high{k}, low{k}, BLOCK)" for k in means),
+        masked_zeros=indent(4, [f"total{k} = tl.zeros(lanes.shape, tl.float64)" for k in means]),
+        masked_additions=indent(8, [f"total{k} += tl.where(mask, term{k}.to(tl.float64), 0.0)" for k in means]),
+        masked_results=", ".join(f"tl.sum(total{k})" for k in means),
+        sums=", ".join(f"sum{k}" for k in means),
+        stores=indent(4, [f"tl.store(sums + chunk * {len(means)} + {k}, sum{k})" for k in means]),
+        chunk_inputs=arguments([*addresses, *factors, *used_scalars], 12),
         addresses=_aligned(spec, used_tensors),
         n_scalars=len(scalars),
         chunk=indent(4, [*load_row("chunks", "chunk", WHOLE_COLUMNS), *load_row("segments", "segment", columns)]),
@@ -111,4 +126,4 @@ def _masks(spec: KernelSpec) -> list[str]:
 
 def _aligned(spec: KernelSpec, names: Iterable[str]) -> str:
     """The addresses that must be multiples of 16 for wide accesses, combined."""
-    return " | ".join(f"{name}_address" for name in names if name not in spec.per_block_tensors)
+    return " | ".join(f"{name}_address" for name in names if name not in (*spec.per_block_tensors, *FACTORS))

@@ -1,0 +1,175 @@
+"""Adafactor (Shazeer and Stern, arXiv:1804.04235, Alg. 4): second moments as means over rows and columns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup
+from hf_lowprec.optim.arguments import Shared, check_range
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.step.factored_moments import COLUMN_MEAN, ROW_MEAN
+from hf_lowprec.rounding import State, sqrt_rn
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+    from typing_extensions import Unpack
+
+
+class Adafactor(LowPrecisionOptimizer):
+    """`torch.optim.Adafactor` for weights stored in BF16: a second moment in one number per row and column.
+
+    It has the arguments of torch's, and the options of transformers' as keywords. Of parameters with more than two
+    dimensions, the last two are the rows and columns, as in both.
+
+    States: of parameters with two dimensions or more `row_var` and `col_var`, always FP32, of the parameter's shape
+    with one column or one row; of others `variance`, BF16 by default; `exp_avg` with `beta1`, BF16 by default;
+    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with
+    `"split24"`; `step`, an int64 scalar.
+
+    Bytes per element of a large matrix, gradient included: 6 with `kahan` and `split`, 5 with `split24`, 4 with the
+    other modes; 2 more with `beta1`. FP32 parameters take 8.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, a number or a one-element tensor. It is the largest relative step size with `relative_step`.
+        beta2_decay: exponent of the decay rate `β₂ = 1 - tᵏ` in step `t`, at most 0.
+        eps: least root of the second moment, and least RMS of a weight with `scale_parameter`. torch's default for
+            FP32; `(1e-15, 1e-3)` agrees with transformers' `(1e-30, 1e-3)`, which is added to squares.
+        d: RMS that the update of a parameter is clipped to, before it is multiplied by the learning rate.
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
+        beta1: decay rate of a momentum of the updates, in [0, 1); None keeps none.
+        relative_step: use the learning rate `min(lr, 1/√t)`.
+        scale_parameter: multiply the learning rate by the RMS of the parameter, at least `eps[1]`.
+        maximize: maximize the objective instead of minimizing it.
+
+    An `optim=` string turns off `relative_step` and `scale_parameter` and sets `eps=(1e-15, 1e-3)`, so that it agrees
+    with Trainer's `optim="adafactor"`.
+
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
+    """
+
+    named_defaults: ClassVar[dict[str, Any]] = {
+        "eps": (1e-15, 1e-3),
+        "relative_step": False,
+        "scale_parameter": False,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float, float] = (2.0**-23, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        beta1: float | None = None,
+        relative_step: bool = True,
+        scale_parameter: bool = True,
+        maximize: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        defaults: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
+        defaults |= {"weight_decay": weight_decay, "beta1": beta1, "relative_step": relative_step}
+        defaults |= {"scale_parameter": scale_parameter, "maximize": maximize}
+        super().__init__(params, defaults, **shared)
+
+    def check_hyperparameters(self, group: ParamGroup) -> None:
+        """Raise ValueError if a hyperparameter is out of range."""
+        check_range("beta2_decay", -group["beta2_decay"], 0.0)
+        for k, eps in enumerate(group["eps"]):
+            check_range(f"eps[{k}]", eps, 0.0)
+        check_range("d", group["d"], 1.0)
+        check_range("weight_decay", group["weight_decay"], 0.0)
+        if group["beta1"] is not None:
+            check_range("beta1", group["beta1"], 0.0, 1.0)
+
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
+        """The means over rows and columns, or the second moment of a vector; and the momentum."""
+        factors = (
+            State(ROW_MEAN, role=3, averages=False, dtype=torch.float32, mean_over=-1),
+            State(COLUMN_MEAN, role=4, averages=False, dtype=torch.float32, mean_over=-2),
+        )
+        variance = State("variance", role=1, of_vectors=True)
+        return (*factors, variance, *((State("exp_avg", role=2),) if group["beta1"] is not None else ()))
+
+    def options(self, group: ParamGroup) -> dict[str, bool]:
+        """Whether there is a momentum, and whether the parameter's RMS scales the step."""
+        return {"momentum": group["beta1"] is not None, "scale_parameter": bool(group["scale_parameter"])}
+
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
+        """`β₂ = 1 - tᵏ`, and the step size `min(lr, 1/√t)` with `relative_step`. `step` may be a tensor."""
+        gain2, relative, beta1 = step ** group["beta2_decay"], step**-0.5, group["beta1"] or 0.0
+        limited = (lr < relative) * lr + (lr >= relative) * relative if group["relative_step"] else lr
+        return {
+            "beta2": 1 - gain2,
+            "gain2": gain2,
+            "min_mean": group["eps"][0],
+            "min_root": group["eps"][0],
+            "min_weight": group["eps"][1],
+            "step_size": limited,
+            "inverse_d": 1 / group["d"],
+            "decay": lr * group["weight_decay"],
+            "beta1": beta1,
+            "gain1": 1 - beta1,
+        }
+
+    def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
+        """The mean squares of the normalized gradient and, with `scale_parameter`, of the weights."""
+        scaled = {"weight_square": Adafactor.weight_square} if group["scale_parameter"] else {}
+        return {"normalized_square": Adafactor.normalized_square, **scaled}
+
+    @staticmethod
+    def normalized_square(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
+    ) -> Tensor:
+        """`(g / max(√v, ε₁))²`."""
+        normalized = _normalized(grad, state, scalars)
+        return normalized * normalized
+
+    @staticmethod
+    def weight_square(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
+    ) -> Tensor:
+        """`w²`."""
+        return weight * weight
+
+    @staticmethod
+    def update(
+        weight: Tensor,
+        grad: Tensor,
+        state: SimpleNamespace,
+        scalars: SimpleNamespace,
+        momentum: bool,
+        scale_parameter: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`u = -(α·n / max(1, RMS(n)/d) + lr·wd·w)`, `n = g / max(√v, ε₁)`, `α` the step size, or its momentum."""
+        states = {} if hasattr(state, "row_factor") else {"variance": _second_moment(grad, state, scalars)}
+        clipped = sqrt_rn(scalars.normalized_square) * scalars.inverse_d
+        step_size = scalars.step_size / torch.where(clipped > 1.0, clipped, 1.0)
+        if scale_parameter:
+            scale = sqrt_rn(scalars.weight_square)
+            step_size = step_size * torch.where(scale > scalars.min_weight, scale, scalars.min_weight)
+        change = _normalized(grad, state, scalars) * step_size
+        if momentum:
+            change = state.exp_avg * scalars.beta1 + change * scalars.gain1
+            states["exp_avg"] = change
+        return -(change + weight * scalars.decay), states
+
+
+def _second_moment(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+    return state.variance * scalars.beta2 + grad * grad * scalars.gain2
+
+
+def _normalized(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+    """The gradient divided by the root of its second moment, which is at least `min_root`."""
+    if hasattr(state, "row_factor"):
+        factor, largest = state.row_factor * state.column_factor, 1.0 / scalars.min_root
+        return grad * torch.where(factor > largest, largest, factor)
+    root = sqrt_rn(_second_moment(grad, state, scalars))
+    return grad / torch.where(root < scalars.min_root, scalars.min_root, root)

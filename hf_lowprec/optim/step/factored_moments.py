@@ -1,0 +1,114 @@
+"""Factored second moments: means of squared gradients over rows and over columns, in place of one per element.
+
+The moment of an element is estimated as the product of its row's and its column's mean, divided by the mean of all
+(Shazeer and Stern, arXiv:1804.04235, Alg. 2). The formulas get the inverse root of that estimate as a product of two
+factors, so that a kernel reads one number per row and one per column.
+
+Squares are rounded to FP32 and summed in FP64; the sums are rounded to FP32. So results hardly depend on the order in
+which they are summed, that is on shards and devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.sharding import Sharding, sharding_of_dim, sum_over_shards
+from hf_lowprec.optim.step.backend_step import BackendStep
+from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, load
+from hf_lowprec.optim.step.fused_step import squared_gradient
+
+ROW_MEAN, COLUMN_MEAN = "row_var", "col_var"
+"""Names of the states: the mean over each row, of shape (..., rows, 1), and over each column, (..., 1, columns)."""
+_CPU_CHUNK = 1 << 17
+"""Elements of which a CPU computes squares at once: the FP32 values of more do not fit into its caches."""
+
+
+class _Sums(NamedTuple):
+    """FP64 sums of the squares of this rank's part of a gradient."""
+
+    of_rows: Tensor
+    """Of shape (..., rows, 1)."""
+    of_columns: Tensor
+    """Of shape (..., 1, columns)."""
+
+
+def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
+    """Compute the new row and column means of every factored group, and give its entries their factors.
+
+    Called after gradients, scalars and the clip factor of the step are set. The states are not changed.
+    """
+    for backend_step in backend_steps:
+        if backend_step.fused_group.spec.factored:
+            _compute_factors(backend_step.fused_group)
+            backend_step.release_tables()  # those of the norm have no addresses of factors yet
+
+
+def store_means(fused_group: FusedGroup) -> None:
+    """Write the new row and column means of the step that was taken into the states."""
+    for entry, new_means in zip(fused_group.entries, fused_group.new_means, strict=False):
+        for name, new in new_means.items():
+            old = entry.means[name]
+            old.copy_(new if fused_group.enabled is None else torch.where(fused_group.enabled, new, old))
+
+
+def _compute_factors(group: FusedGroup) -> None:
+    entries = group.entries
+    sums = [_square_sums(group, k) for k in range(len(entries))]
+    of_shards = [sharding_of_dim(entry.param, dim) for entry in entries for dim in (-1, -2)]
+    _sum_each_over_shards([part for pair in sums for part in pair], of_shards)
+    totals = []
+    for k, (entry, (of_rows, of_columns)) in enumerate(zip(entries, sums, strict=True)):
+        rows, columns = entry.param.shape[-2:]
+        scalars = group.scalars_of(k)
+        new = {
+            name: entry.means[name] * scalars["beta2"] + (sums / max(count, 1)).float() * scalars["gain2"]
+            for name, sums, count in ((ROW_MEAN, of_rows, columns), (COLUMN_MEAN, of_columns, rows))
+        }
+        group.new_means.append(new)
+        totals.append(new[ROW_MEAN].double().sum(-2, keepdim=True))
+    _sum_each_over_shards(totals, of_shards[1::2])
+    for k, (entry, total, new) in enumerate(zip(entries, totals, group.new_means, strict=True)):
+        least = group.scalars_of(k)["min_mean"]
+        mean = (total / max(entry.param.shape[-2], 1)).float()
+        mean = torch.where(mean < least, least, mean)
+        row_factor = (mean.double() / new[ROW_MEAN].double()).sqrt().float()
+        column_factor = new[COLUMN_MEAN].double().sqrt().reciprocal().float()
+        entry.factors = row_factor.view(-1), column_factor.view(-1)
+
+
+def _square_sums(group: FusedGroup, k: int) -> _Sums:
+    """The sums of squares over this rank's part of the gradient of entry number `k`."""
+    grad, scalars = group.entries[k].grad, group.scalars_of(k)
+    assert grad is not None
+    *before, rows, columns = grad.shape
+    matrices = grad.reshape(math.prod(before), rows, columns)
+    shapes = (len(matrices), rows, 1), (len(matrices), 1, columns)
+    sums = _Sums(*(torch.zeros(shape, dtype=torch.float64, device=grad.device) for shape in shapes))
+    size = _CPU_CHUNK if grad.device.type == "cpu" else CHUNK
+    together, rows_at_once = max(size // max(rows * columns, 1), 1), max(size // max(columns, 1), 1)
+    for first in range(0, len(matrices), together):
+        some = slice(first, first + together)
+        for row in range(0, rows, rows_at_once):
+            part = slice(row, row + rows_at_once)
+            squares = squared_gradient(group.spec, load(matrices[some, part]), scalars)
+            sums.of_rows[some, part] = squares.sum(-1, keepdim=True, dtype=torch.float64)
+            sums.of_columns[some] += squares.sum(-2, keepdim=True, dtype=torch.float64)
+    return _Sums(sums.of_rows.view(*before, rows, 1), sums.of_columns.view(*before, 1, columns))
+
+
+def _sum_each_over_shards(values: Sequence[Tensor], shardings: Sequence[Sharding | None]) -> None:
+    """Sum each of `values`, in place, over the ranks of its sharding; with one collective per sharding."""
+    by_sharding: dict[Sharding, list[Tensor]] = defaultdict(list)
+    for value, sharding in zip(values, shardings, strict=True):
+        if sharding is not None:
+            by_sharding[sharding].append(value)
+    for sharding, together in by_sharding.items():
+        total = sum_over_shards(torch.cat([value.reshape(-1) for value in together]), sharding)
+        for value, summed in zip(together, total.split([math.prod(value.shape) for value in together]), strict=True):
+            value.copy_(summed.view(value.shape))
