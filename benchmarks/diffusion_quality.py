@@ -64,6 +64,7 @@ class Variant:
         fp32: the name of the variant that it is compared with; its own if it trains in FP32.
         prepare: casts the FP32 model in place.
         rate_factor: its learning rates relative to AdamW's.
+        autocast: whether the model is called under autocast to BF16.
     """
 
     label: str
@@ -72,6 +73,7 @@ class Variant:
     fp32: str = "fp32"
     prepare: Callable[[nn.Module], object] = hf_lowprec.cast_model
     rate_factor: float = 1.0
+    autocast: bool = False
 
 
 def in_fp32(model: nn.Module) -> None:
@@ -95,15 +97,21 @@ def for_split(model: nn.Module) -> None:
     hf_lowprec.cast_model(model, keep_low_bits=True)
 
 
+# torch's Adafactor multiplies rates by the RMS of a parameter.
+ADAFACTOR = {"fp32": "adafactor-fp32", "rate_factor": 30.0}
 SPLIT, STOCHASTIC, IN_8_BITS = {"rounding": "split"}, {"rounding": "stochastic"}, {"state_dtype": "int8"}
 VARIANTS = {
     "fp32": Variant("FP32 AdamW", torch.optim.AdamW, prepare=in_fp32),
     "fp32-beside": Variant("FP32, other digits", torch.optim.AdamW, prepare=in_fp32_beside),
+    "autocast": Variant("FP32 weights, autocast", torch.optim.AdamW, prepare=in_fp32, autocast=True),
     "nearest": Variant("BF16 nearest", torch.optim.AdamW, prepare=in_bf16),
     "split": Variant("BF16 split", hf_lowprec.AdamW, SPLIT, prepare=for_split),
     "split-8bit": Variant("BF16 split, 8-bit states", hf_lowprec.AdamW, SPLIT | IN_8_BITS, prepare=for_split),
     "sr": Variant("BF16 stochastic", hf_lowprec.AdamW, STOCHASTIC),
     "sr-8bit": Variant("BF16 stochastic, 8-bit states", hf_lowprec.AdamW, STOCHASTIC | IN_8_BITS),
+    "adafactor-fp32": Variant("FP32 Adafactor", torch.optim.Adafactor, prepare=in_fp32, **ADAFACTOR),
+    "adafactor-split": Variant("BF16 Adafactor, split", hf_lowprec.Adafactor, SPLIT, prepare=for_split, **ADAFACTOR),
+    "adafactor-sr": Variant("BF16 Adafactor, stochastic", hf_lowprec.Adafactor, STOCHASTIC, **ADAFACTOR),
 }
 
 
@@ -139,11 +147,12 @@ def batch(stage: Stage, steps: Tensor, generator: torch.Generator) -> tuple[dict
     return {"hidden_states": noisy, "timestep": steps, "class_labels": labels}, noise - clean
 
 
-def predicted(model: nn.Module, arguments: dict[str, Tensor]) -> Tensor:
+def predicted(model: nn.Module, arguments: dict[str, Tensor], autocast: bool = False) -> Tensor:
     """What the model predicts, in FP32. Pixels are rounded to the dtype of its layers, as latents are in scripts."""
     dtype = model.proj_out_2.weight.dtype
     pixels = arguments["hidden_states"].to(dtype)
-    return model(**arguments | {"hidden_states": pixels}, return_dict=False)[0].float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return model(**arguments | {"hidden_states": pixels}, return_dict=False)[0].float()
 
 
 def transformer(seed: int) -> nn.Module:
@@ -163,14 +172,14 @@ def transformer(seed: int) -> nn.Module:
 
 
 @torch.no_grad()
-def losses_by_timestep(model: nn.Module, stage: Stage) -> list[float]:
+def losses_by_timestep(model: nn.Module, stage: Stage, autocast: bool = False) -> list[float]:
     """The loss on held-out images with fixed noise, for timesteps of each quarter of the schedule."""
     generator = torch.Generator().manual_seed(1_000_000)
     found, width = [], 1000 // BUCKETS
     for first in range(0, 1000, width):
         steps = first + torch.randint(width, (HELD_OUT,), generator=generator)
         arguments, velocity = batch(stage, steps, generator)
-        found.append(mse_loss(predicted(model, arguments), velocity).item())
+        found.append(mse_loss(predicted(model, arguments, autocast), velocity).item())
     return found
 
 
@@ -189,12 +198,12 @@ def trained(variant: Variant, model: nn.Module, stage: Stage, seed: int) -> list
     model.train()
     for _ in range(stage.steps):
         arguments, velocity = batch(stage, torch.randint(1000, (BATCH,), generator=generator), generator)
-        mse_loss(predicted(model, arguments), velocity).backward()
+        mse_loss(predicted(model, arguments, variant.autocast), velocity).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return losses_by_timestep(model.eval(), stage)
+    return losses_by_timestep(model.eval(), stage, variant.autocast)
 
 
 def run_seed(seed: int, variants: Sequence[str], done: Callable[[str, dict[str, list[float]]], None]) -> None:
