@@ -327,7 +327,8 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/training.md", table("checkpoint_checksums", "checkpoint-checksums")),
     ("docs/performance/training.md", table("import_time", "import-time")),
     ("docs/performance/training.md", import_times),
-    ("docs/guides/hosts.md", diffusers_models),
+    ("docs/guides/diffusion.md", diffusers_models),
+    ("docs/guides/diffusion.md", table("diffusion_quality", "diffusion-quality")),
 ]
 """Pages, and what must be in them."""
 

@@ -1,9 +1,8 @@
-"""diffusers: twelve models, compared with FP32 training; the loop of its scripts, with `EMAModel`; our example."""
+"""diffusers: twelve models against FP32; the loop of its scripts, with `EMAModel`; our page and our example."""
 
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import hf_lowprec
+from tests.support.docs.pages import DOCS, ROOT, blocks
 
 ROWS, WORDS = 4, 5
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
@@ -283,7 +283,11 @@ for model, batch in models():
     check_one_step(model, batch() | {"return_dict": False})
     compare_with_fp32(type(model).__name__, model, [loss_of(batch()) for _ in range(4)] * 6, limit=0.07)
 train_like_the_scripts()
-example = Path(__file__).resolve().parents[2] / "examples" / "diffusion.py"
+names: dict[str, Any] = {}
+for block in blocks(DOCS / "guides" / "diffusion.md"):
+    if block.language == "python":
+        exec(block.text, names)
+example = ROOT / "examples" / "diffusion.py"
 for kind in ("transformer", "unet"):
     sys.argv = [example.name, "--kind", kind, "--output", kind]
     runpy.run_path(str(example), run_name="__main__")
