@@ -37,7 +37,7 @@ def losses_mix_dtypes() -> bool:
 
 
 class ExactTimes(Tensor):
-    """Timesteps that a conversion to 16 bits makes FP32.
+    """Timesteps of which a conversion to 16 bits makes FP32.
 
     Diffusion models write `timestep.to(hidden_states.dtype) * 1000` and compute sines of that, in FP32.
     """
@@ -51,7 +51,7 @@ class ExactTimes(Tensor):
             return result.as_subclass(cls) if func in _KEEP_TIMES else result
 
 
-_CONVERSIONS = {Tensor.to, Tensor.type, Tensor.type_as, Tensor.bfloat16, Tensor.half}
+_CONVERSIONS = {Tensor.to, Tensor.type_as, Tensor.bfloat16, Tensor.half}
 _KEEP_TIMES = _CONVERSIONS | {Tensor.expand, Tensor.repeat, Tensor.view, Tensor.reshape, Tensor.unsqueeze}
 """Their results are timesteps as well."""
 
@@ -129,8 +129,8 @@ class DowncastInputs:
 
 
 def _exact_times(value: Any, name: str) -> Any:
-    is_exact = isinstance(value, Tensor) and value.dtype not in LOW_PRECISION_DTYPES and is_time(name)
-    return value.as_subclass(ExactTimes) if is_exact else value
+    is_exact = _is_integer(value) or (isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64))
+    return value.as_subclass(ExactTimes) if is_exact and is_time(name) else value
 
 
 def _is_integer(value: Any) -> bool:
