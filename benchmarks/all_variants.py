@@ -22,3 +22,13 @@ _FURTHER = (
 )
 ALL_VARIANTS = VARIANTS | {variant.name: variant for variant in _FURTHER}
 """The variants by name, those of the demonstration first."""
+
+_ADAFACTOR = (
+    Variant("fp32", "FP32 Adafactor", "adafactor", False, "float32", 'everything in FP32, optim="adafactor"'),
+    *(
+        Variant(name, f"BF16 {label}", f"adafactor_bf16_{name}", True, "bfloat16", f'optim="adafactor_bf16_{name}"')
+        for name, label in (("split", "split"), ("sr", "stochastic"), ("kahan", "Kahan"))
+    ),
+)
+BY_OPTIMIZER = {"adamw": ALL_VARIANTS, "adafactor": {variant.name: variant for variant in _ADAFACTOR}}
+"""The variants by optimizer and name. Those of one optimizer are compared with its `fp32`."""

@@ -1,8 +1,8 @@
 """Compile the Triton kernels without a GPU and report registers, spills, width of memory accesses and instructions.
 
-Compiles the kernels `step`, `step_ragged` and `tensor_sum` of every spec, the gradient norm, and the mean of
-`reduction/` ahead of time for the given targets. Instructions are counted per element on the path that is executed if
-every input is ordinary, apart from the slow paths of division and square root; see `compiled/control_flow.py`. Exits
+Compiles the kernels `step`, `step_ragged`, `tensor_sum` and `matrix_sum` of every spec, the gradient norm, and the mean
+of `reduction/` ahead of time for the given targets. Instructions are counted per element on the path that is executed
+if every input is ordinary, apart from the slow paths of division and square root; see `compiled/control_flow.py`. Exits
 with status 1 if a kernel spills registers, accesses elements that are all there and aligned with less than 128 bits (64
 for the codes of states in 8 bits, since a thread has eight elements), or contracts, flushes or approximates
 floating-point operations of a step, which the arithmetic forbids.
@@ -27,6 +27,7 @@ from compiled.compiler import TARGETS, CompiledKernel, compile_for
 from compiled.kernels import (
     Kernel,
     handwritten_kernels,
+    matrix_sum_kernel,
     ragged_kernel,
     specs,
     step_kernel,
@@ -37,7 +38,7 @@ from compiled.kernels import (
 def kernels() -> dict[str, Kernel]:
     """All kernels, by name."""
     found: list[Kernel | None] = []
-    for make in (step_kernel, ragged_kernel, tensor_sum_kernel):
+    for make in (step_kernel, ragged_kernel, tensor_sum_kernel, matrix_sum_kernel):
         found += [make(name, spec) for name, spec in specs().items()]
     found += handwritten_kernels()
     return {kernel.name: kernel for kernel in found if kernel is not None}

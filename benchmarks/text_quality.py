@@ -10,6 +10,7 @@ is measured too: FP32 again, from first weights that each differ by a thousandth
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 [--paths 2]
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --ways fp32,kahan --paths 0
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --ways fp32,split-8bit,sr-8bit --rate-factor 2
+    python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --optimizer adafactor --ways fp32,split,sr --paths 0
     python benchmarks/text_quality.py --join benchmarks/results/text-quality-2026-*.json
 """
 
@@ -21,21 +22,21 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
-from all_variants import ALL_VARIANTS
+from all_variants import BY_OPTIMIZER
 from torch import nn
 
 from hf_lowprec.tools.demo.pretrained import quiet_libraries
 from hf_lowprec.tools.demo.report import json_text, numbers, variant_descriptions
 from hf_lowprec.tools.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
 from hf_lowprec.tools.demo.training import train_variant
-from hf_lowprec.tools.demo.variants import VARIANTS
+from hf_lowprec.tools.demo.variants import VARIANTS, Variant
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -121,12 +122,13 @@ def other_paths(stage: Stage, seed: int, paths: int, output_dir: Path) -> list[f
     return [train_variant(fp32, build(path), blocks, settings, output_dir).final for path in range(paths)]
 
 
-def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
+def markdown(recorded: Sequence[Numbers], apart: Sequence[float], variants: Mapping[str, Variant]) -> str:
     """A table, with the mean start of a stage's FP32 runs for scale, and how far FP32's other paths ended.
 
     Args:
         recorded: the numbers of every seed.
         apart: by how much FP32's other paths ended from it.
+        variants: by name.
     """
     by_seed = [numbers["stages"] for numbers in recorded]
     lines = [
@@ -140,7 +142,7 @@ def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
         difference = f"{quality.difference:+.5f} ± {quality.difference_spread:.5f}"
         cells = (
             quality.stage,
-            ALL_VARIANTS[quality.variant].label,
+            variants[quality.variant].label,
             f"{quality.loss:.4f} ± {quality.spread:.4f}",
             *(("0", "0") if quality.variant == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
             f"{100 * mean(run['lost_updates'] for run in runs):.1f}%",
@@ -165,15 +167,15 @@ def joined(paths: Sequence[Path]) -> tuple[list[Numbers], list[float]]:
     If recordings have a seed in common, the variants of the later one take the place of those of the earlier one.
 
     Raises:
-        SystemExit: the recordings differ in steps, learning rates, or FP32's losses for the same seed.
+        SystemExit: the recordings differ in steps, learning rates, the optimizer, or FP32's losses for the same seed.
     """
 
     def without_null(found: Numbers) -> Numbers:  # which stands for NaN, see `json_text`
         return {key: math.nan if value is None else value for key, value in found.items()}
 
     files = [json.loads(path.read_text(encoding="utf-8"), object_hook=without_null) for path in paths]
-    if len({(file["steps"], file.get("rate_factor", 1.0)) for file in files}) > 1:
-        raise SystemExit("--join takes recordings of as many steps and the same learning rates")
+    if len({(file["steps"], file.get("rate_factor", 1.0), file.get("optimizer", "adamw")) for file in files}) > 1:
+        raise SystemExit("--join takes recordings of as many steps, the same learning rates and the same optimizer")
     by_seed: dict[int, Numbers] = {}
     for seed, run in ((seed, run) for file in files for seed, run in zip(file["seeds"], file["runs"], strict=True)):
         earlier = by_seed.setdefault(seed, run)
@@ -193,7 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps per run (default 1000)")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
-    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others of {', '.join(ALL_VARIANTS)}")
+    parser.add_argument("--optimizer", choices=BY_OPTIMIZER, default="adamw")
+    names = "; ".join(f"{optimizer}: {', '.join(known)}" for optimizer, known in BY_OPTIMIZER.items())
+    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others ({names})")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="multiplies all learning rates (default 1)")
     parser.add_argument("--paths", type=int, default=2, help="further FP32 pre-trainings per seed (default 2)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
@@ -203,10 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     )
     options = parser.parse_args(arguments)
     if options.join:
-        print(markdown(*joined(options.join)))
+        first = json.loads(options.join[0].read_text(encoding="utf-8"))
+        print(markdown(*joined(options.join), BY_OPTIMIZER[first.get("optimizer", "adamw")]))
         return None
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    variants = [ALL_VARIANTS[name] for name in options.ways.split(",")]
+    known = BY_OPTIMIZER[options.optimizer]
+    variants = [known[name] for name in options.ways.split(",")]
     if options.threads:
         torch.set_num_threads(options.threads)
     quiet_libraries()
@@ -233,9 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         apart += [loss - stages[0].runs["fp32"].final for loss in others]
         recorded = numbers(stages, seed, "byte-level Llama, random weights", time.perf_counter() - begun)
         measured.append(recorded | {"ways": variant_descriptions(variants)})
-    print(markdown(measured, apart))
+    print(markdown(measured, apart, known))
 
-    path = options.output_dir / f"text-quality-{datetime.date.today().isoformat()}.json"
+    what = "" if options.optimizer == "adamw" else f"{options.optimizer}-"
+    path = options.output_dir / f"text-quality-{what}{datetime.date.today().isoformat()}.json"
     summary = [
         {
             "stage": quality.stage,
@@ -252,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     text = json_text(
         {
             "steps": options.steps,
+            "optimizer": options.optimizer,
             "rate_factor": options.rate_factor,
             "seeds": seeds,
             "summary": summary,

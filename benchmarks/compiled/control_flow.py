@@ -83,20 +83,21 @@ class MachineCode:
 
     @cached_property
     def main_loop(self) -> Loop | None:
-        """The loop whose iterations access the most bits of global memory, and the longest of these.
+        """The loop whose iterations access the most of global memory, and the longest of these.
 
         None if the widest accesses are outside of all loops: the compiler has unrolled the one over full chunks.
         """
         widest = self._widest(self.ordinary_path())
         loops = [loop for loop in self._loops if widest and self._widest(loop.body) == widest]
-        return max(loops, key=lambda loop: (self._bits(self.ordinary_path(loop)), len(loop.body)), default=None)
+        return max(loops, key=lambda loop: (self._accessed(self.ordinary_path(loop)), len(loop.body)), default=None)
 
     def ordinary_path(self, loop: Loop | None = None) -> Path:
         """The ordinary path through one iteration of `loop`, or from the kernel's beginning to its end.
 
-        The latter passes through one iteration of each loop that it enters.
+        The latter passes through one iteration of each loop that it enters. A wide access counts more than several
+        narrow ones with as many bits.
         """
-        return self._path(loop, lambda instruction: (instruction.access_bits, *_shortness(instruction)))
+        return self._path(loop, lambda instruction: (instruction.access_bits**2, *_shortness(instruction)))
 
     def path_around(self, loop: Loop) -> Path:
         """The shortest path from the kernel's beginning to `loop`, and from there to the kernel's end."""
@@ -203,8 +204,8 @@ class MachineCode:
     def _widest(self, positions: Iterable[int]) -> int:
         return max((self.instructions[position].access_bits for position in positions), default=0)
 
-    def _bits(self, positions: Iterable[int]) -> int:
-        return sum(self.instructions[position].access_bits for position in positions)
+    def _accessed(self, positions: Iterable[int]) -> int:
+        return sum(self.instructions[position].access_bits ** 2 for position in positions)
 
 
 def _shortness(instruction: Instruction) -> Weight:

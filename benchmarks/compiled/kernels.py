@@ -12,10 +12,13 @@ import torch
 import triton.language as tl
 
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
-from hf_lowprec.optim.backends.trace import trace_tensor_means, used_inputs
+from hf_lowprec.optim.backends.trace import trace_factored, trace_tensor_means, used_inputs
 from hf_lowprec.optim.backends.triton import launch as triton_backend
+from hf_lowprec.optim.backends.triton.loads import FACTORS
+from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.backends.triton.square_sum import square_sum
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.step.matrix_tiles import TILE_COLUMNS
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.reduction import rank_mean_kernel
 from hf_lowprec.rounding import MODES, dtype_name
@@ -124,6 +127,18 @@ def tensor_sum_kernel(name: str, spec: KernelSpec) -> Kernel | None:
     return _rendered(f"{name}, tensor_sum", spec, function, TABLES | {"sums": "*fp64"}, constants, used)
 
 
+def matrix_sum_kernel(name: str, spec: KernelSpec) -> Kernel | None:
+    """The kernel that sums the `factored` formula of `spec` over rows and columns, if it has one."""
+    function = triton_backend.kernels(spec).matrix_sum
+    if function is None:
+        return None
+    tables = {"tiles": "*i64", "pointers": "*i64", "scalars": "*fp32", "row_sums": "*fp64", "column_sums": "*fp64"}
+    used = used_inputs(trace_factored(spec), spec.tensors)
+    kernel = _rendered(f"{name}, matrix_sum", spec, function, tables, {"BLOCK": TILE_COLUMNS}, used)
+    expected = (kernel.expected_accesses or Counter()) + Counter({64: 1})  # the sum over a row
+    return replace(kernel, block=TILE_COLUMNS, iterations=TILE_ROWS, expected_accesses=expected)
+
+
 def _rendered(
     name: str, spec: KernelSpec, function: Any, tables: dict[str, str], constants: dict[str, Any], read: Iterable[str]
 ) -> Kernel:
@@ -148,6 +163,9 @@ def _expected_accesses(spec: KernelSpec, names: Iterable[str]) -> Counter[int]:
     """The accesses to some tensors, with all elements of a thread at once."""
     expected: Counter[int] = Counter()
     for name in names:
+        if name in FACTORS:  # wherever rows begin
+            expected[32] += ELEMENTS_PER_THREAD
+            continue
         bits = 8 * spec.tensors[name].itemsize * (1 if name in spec.per_block_tensors else ELEMENTS_PER_THREAD)
         expected[min(bits, WIDEST_BITS)] += -(-bits // WIDEST_BITS)
     return expected

@@ -28,6 +28,7 @@ class Algorithm(torch.optim.Optimizer):
     max_grad_norm: float | None
     skip_nonfinite: bool
     gradient_release: bool = False
+    offload_states: bool = False
     clip: str = "exact"
     skipped_before: int
     """Steps that `skip_nonfinite` had skipped when the states that were loaded were saved."""
@@ -37,6 +38,10 @@ class Algorithm(torch.optim.Optimizer):
 
     It takes and returns FP32 values and may use operators, `torch.where` and `sqrt_rn`; `fused_step` calls it.
     """
+
+    factored: ClassVar[Formula | None] = None
+    """A static method with the arguments of `update`. Its means over rows and columns are states; `update` gets the
+    inverse root of its estimate by them as the product of `state.row_factor` and `state.column_factor`."""
 
     named_defaults: ClassVar[dict[str, Any]] = {}
     """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
@@ -72,6 +77,10 @@ class Algorithm(torch.optim.Optimizer):
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
         raise NotImplementedError
+
+    def state_device(self, param: Tensor) -> torch.device:
+        """Where the states of `param` are."""
+        return torch.device("cpu") if self.offload_states else param.device
 
     def stored_states(self, group: ParamGroup, param: Tensor) -> tuple[State, ...]:
         """The algorithm's states that `param` has and, if it is low-precision, those of the rounding mode."""

@@ -43,6 +43,7 @@ class Shared(TypedDict, total=False):
     skip_nonfinite: bool
     gradient_release: bool
     clip: Clip
+    offload_states: bool
 
 
 def full_signature(algorithm: type, base: type) -> inspect.Signature:
@@ -131,7 +132,8 @@ FOREIGN_ARGUMENTS = {
 }
 """Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
 EXECUTION_ARGUMENTS = {
-    *("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip")
+    *("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
+    "offload_states",
 }
 """Arguments that apply to the whole optimizer and cannot be set per parameter group."""
 
@@ -247,6 +249,15 @@ def check_gradient_release(
         raise ValueError(f"skip_nonfinite=True needs all gradients to decide, but {freed}; use one of the two")
     if capturable:
         raise ValueError(f"capturable=True: a CUDA graph cannot hold a step whose parts run in hooks, and {freed}")
+
+
+def check_offload_states(offload_states: Any, backend: Any, capturable: Any) -> None:
+    """Raise ValueError if `offload_states` is invalid, or excluded by one of the other arguments."""
+    check_boolean("offload_states", offload_states)
+    if offload_states and backend == "triton":
+        raise ValueError("backend='triton' steps on a GPU, but offload_states=True steps on the CPU; use 'auto'")
+    if offload_states and capturable:
+        raise ValueError("capturable=True: a CUDA graph cannot hold a step on the CPU, as with offload_states=True")
 
 
 def check_unexpected_keywords(cls: type, unexpected: Iterable[str]) -> None:

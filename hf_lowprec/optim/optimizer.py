@@ -22,6 +22,7 @@ from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
+from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
 from hf_lowprec.optim.state.state_dict import check_and_load
@@ -31,6 +32,7 @@ from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views
 from hf_lowprec.optim.step.factored_moments import compute_factors, store_means
 from hf_lowprec.optim.step.fingerprint import params_of, warn_about_changed_dtypes
+from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
@@ -88,6 +90,9 @@ class LowPrecisionOptimizer(Algorithm):
             ordinary step, bit for bit. See `gradient_release/` for what it excludes.
         clip: `"exact"`: `max_grad_norm` clips by the norm of the step's own gradients. `"delayed"`, only with
             `gradient_release`: by the norm of the step before. The first step is not clipped.
+        offload_states: keep the states of parameters on a GPU in host memory, and step them there, see `offload/`.
+            Weights and states are those of the ordinary step, bit for bit. Only for algorithms that step each element
+            by itself.
 
     Raises:
         TypeError: a keyword is unknown. For torch's `foreach`, `fused` and `differentiable`, and a few of other
@@ -129,6 +134,7 @@ class LowPrecisionOptimizer(Algorithm):
         skip_nonfinite: bool = False,
         gradient_release: bool = False,
         clip: Clip = "exact",
+        offload_states: bool = False,
         **unexpected: Any,
     ) -> None:
         arguments.check_unexpected_keywords(type(self), unexpected)
@@ -137,9 +143,11 @@ class LowPrecisionOptimizer(Algorithm):
         capturable, skip_nonfinite = value_of("capturable", capturable), value_of("skip_nonfinite", skip_nonfinite)
         gradient_release = value_of("gradient_release", gradient_release)
         max_grad_norm = value_of("max_grad_norm", max_grad_norm)
+        offload_states = value_of("offload_states", offload_states)
         selection.check_backend(backend)
         arguments.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
         arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
+        arguments.check_offload_states(offload_states, backend, capturable)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation holds the dither that it started with; `fp32_state_dict` subtracts it."""
@@ -151,6 +159,7 @@ class LowPrecisionOptimizer(Algorithm):
         """Steps that were skipped before this optimizer was loaded."""
         self.gradient_release = bool(gradient_release)
         self.clip = clip
+        self.offload_states = bool(offload_states)
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
@@ -175,6 +184,7 @@ class LowPrecisionOptimizer(Algorithm):
     def _forget_plan(self) -> None:
         """Drop what was made for the tensors that the optimizer has had so far."""
         self._plan: StepPlan | None = None
+        self._host_steps = HostSteps()
         self._captured_steps: set[BackendStep] = set()  # replays read their tables: kept as long as the states
         self._clipping = GradientClipping()
 
@@ -208,14 +218,17 @@ class LowPrecisionOptimizer(Algorithm):
         parameter_numbers.reset_numbers()
         if self.release is not None:
             self.grad_norm = self.release.end_step()
+            self._host_steps.finish()
             return loss
         if self._stepped_parts:
+            self._host_steps.finish()
             self._stepped_parts = False
             return loss
         with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
             norm = self.prepare_step(plan)
             with interrupts.deferred():
                 self.run_step(plan)
+                self._host_steps.finish()
                 self._keep_norm(norm)
                 self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
         return loss
@@ -287,7 +300,9 @@ class LowPrecisionOptimizer(Algorithm):
         for fused_group in plan.fused_groups:
             store_means(fused_group)
             fused_group.count_step()
-        plan.copy_back()
+        if plan.contiguous_copies:
+            self._host_steps.finish()
+            plan.copy_back()
 
     def plan_step(self) -> StepPlan:
         """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else, but
@@ -375,7 +390,7 @@ class LowPrecisionOptimizer(Algorithm):
                     warn_about_changed_dtypes(self, earlier.param_dtypes)
                 plan.collect_gradients(self, clipped, param_ids, norm_only)
             if len(plan.backend_steps) < len(plan.fused_groups):
-                plan.backend_steps = [selection.build_backend_step(self.backend, group) for group in plan.fused_groups]
+                plan.backend_steps = list(map(self._build_backend_step, plan.fused_groups))
             check_capture(plan.backend_steps, self.capturable)
             if is_capturing():
                 self._captured_steps.update(plan.backend_steps)
@@ -384,6 +399,10 @@ class LowPrecisionOptimizer(Algorithm):
                 plan.release()
             raise
         return plan
+
+    def _build_backend_step(self, group: FusedGroup) -> BackendStep:
+        build = functools.partial(selection.build_backend_step, self.backend)
+        return OffloadedStep(group, self._host_steps, build) if self.offload_states else build(group)
 
     def clip_step(self, plan: StepPlan) -> Tensor | None:
         """Set the clip factor of the planned step, if it clips, and whether it is skipped.
@@ -487,6 +506,7 @@ class LowPrecisionOptimizer(Algorithm):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self._clipping.pending = None
+        self._host_steps.finish()  # of a step that was not ended
         super().zero_grad(set_to_none)
         if self.release is not None:
             self.release.forget_waiting()
@@ -541,6 +561,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
         self._spell_out_modes()
+        self._host_steps.finish()
         for note in check_and_load(self, state_dict, super().load_state_dict):
             warnings.warn(note, RuntimeWarning, stacklevel=2)
 

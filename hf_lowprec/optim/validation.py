@@ -93,6 +93,11 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     learning rate; for a new group, pass `least_lr=0.0`.
     """
     check_one_of("rounding", group["rounding"], get_args(Rounding), where)
+    if optimizer.offload_states and (optimizer.tensor_means(group) or optimizer.orthogonalizes(group)):
+        raise ValueError(
+            f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW, Adam, "
+            "RAdam, Lion, Adan or SGD"
+        )
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
             f"state_rounding={group['state_rounding']!r} in {where} comes from a group of state_dict(), which "
@@ -225,7 +230,7 @@ def check_placement(index: int, param: Tensor, tensor: Tensor, mean_over: int | 
             f"{actual or 'a plain tensor'}; these must agree (reduce the gradient first, or build a new optimizer)"
         )
     shard, shard_of_param = local_shard(tensor), local_shard(param)
-    if tensor.shape == param.shape and shard.shape != shard_of_param.shape:
+    if mean_over is None and tensor.shape == param.shape and shard.shape != shard_of_param.shape:
         raise ValueError(
             f"parameter {index} of shape {tuple(param.shape)} has a shard of shape {tuple(shard_of_param.shape)} here, "
             f"and its gradient or a state has one of {tuple(shard.shape)}; these must agree"

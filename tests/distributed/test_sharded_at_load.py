@@ -38,7 +38,9 @@ def run(setup: str, action: str, options: str, folder) -> None:
     assert "agrees" in run_ranks("sharded_at_load.py", ranks, action, kind, sizes, options, str(folder))
 
 
-MORE = pytest.param("adamw_bf16_split,adamw_bf16_kahan,muon_bf16_split", marks=pytest.mark.every_case)
+MORE = pytest.param(
+    "adamw_bf16_split,adamw_bf16_kahan,muon_bf16_split,adafactor_bf16_split", marks=pytest.mark.every_case
+)
 
 
 @setups("FSDP2 x TP x EP")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import Adafactor, AdamW
 from tests.support.optim.emulated_gpu import CAPABILITIES, EmulatedGpu
 from tests.support.optim.every_kind_of_value import EVERY_MODE, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
@@ -61,6 +61,30 @@ def test_the_sum_of_squares(dtype):
     expected = sum(param.grad.double().square().sum() for param in params)
     assert gpu.launches["square_sum"] == 1
     assert abs(total / expected - 1) <= 2 * BOUND
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_sums_over_rows_and_columns(dtype):
+    """Of tiles that are whole or not, also in the row of a tile, of several matrices, and of misaligned gradients."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(1026, 1032), (3, 65, 70), (1, 4099), (5, 2048)]
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for param, shift in zip(params, (0, 0, 1, 1), strict=True):
+        values = torch.randn(param.numel() + shift, generator=generator, dtype=torch.float64)
+        param.grad = values.to(dtype)[shift:].view(param.shape)
+    gpu = EmulatedGpu(90)
+    with gpu.steps(), Adafactor(params, backend="triton").plan_step() as plan:
+        (step,) = plan.backend_steps
+        step.fused_group.compute_scalars(Adafactor(params).scalars)
+        sums = step.matrix_sums()
+    assert gpu.launches["matrix_sum"] == 1
+    for k, param in enumerate(params):
+        squares = param.grad.float().square().double()
+        for found, dim in zip(sums[k], (-1, -2), strict=True):
+            expected = squares.sum(dim, keepdim=True)
+            # FP64 sums of n nonnegative terms are off by at most n·2⁻⁵³.
+            assert found.shape == expected.shape
+            assert ((found / expected - 1).abs() <= 2 * param.shape[dim] * 2.0**-53).all()
 
 
 def swap_scalars(ptx: str) -> str:

@@ -622,7 +622,7 @@ def test_clip_grad_norm_of_another_norm_is_an_error():
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("name", ["AdamW", "Muon", "StableAdamW"])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "StableAdamW", "Adafactor"])
 def test_the_precision_monitor_measures_the_same(name, resumes):
     found = []
     for release in (False, True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, StableAdamW
+from hf_lowprec.optim import SGD, Adafactor, AdamW, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.state.low_bits import fp32_estimates
 from hf_lowprec.rounding.random_bits import random_bits
@@ -122,7 +122,7 @@ def test_the_bits_are_a_function_of_seed_parameter_and_element():
 
 
 @pytest.mark.parametrize("rounding", OTHERS)
-@pytest.mark.parametrize("cls", [AdamW, SGD, StableAdamW])
+@pytest.mark.parametrize("cls", [AdamW, SGD, StableAdamW, Adafactor])
 def test_backends_agree_before_and_after(cls, rounding, any_backend):
     found = []
     for backend in ("eager", any_backend):

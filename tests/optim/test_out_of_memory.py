@@ -110,7 +110,7 @@ def whichever_allocation_fails(run):
     assert number > 10
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
 def test_however_little_memory_the_eager_backend_has(name):
     """It needs memory for each chunk, but for no other one more than for the first."""
     however_little_memory_there_is(partial(first_step, name, BF16, {"rounding": "split"}, "eager"))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec import once
-from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
+from hf_lowprec.optim import SGD, Adafactor, AdamW, Adan, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.backends.triton import launch as triton_backend
 from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
@@ -196,6 +196,7 @@ def muon(groups, **options) -> Muon:
         (RAdam, {}),
         (Adan, {"weight_decay": 0.1}),
         (StableAdamW, {"max_grad_norm": 1.0}),
+        (Adafactor, {"max_grad_norm": 1.0, "beta1": 0.9}),
         (muon, {}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

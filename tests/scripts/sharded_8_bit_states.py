@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
+from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.chosen_cases import one_in_turn
 from tests.support.optim.backward_pass import give_gradients
@@ -54,6 +54,7 @@ MAKE = [
     (AdamW, {"rounding": "stochastic", "max_grad_norm": 1e6, "skip_nonfinite": True}),
 ]
 MAKE += [(StableAdamW, {"backend": "eager"}), (muon, {"backend": "eager"})]  # of no backend's doing
+MAKE += [(Adafactor, {"beta1": 0.9}), (Adafactor, {"rounding": "stochastic", "max_grad_norm": 1e6})]
 
 
 def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -98,6 +99,7 @@ def check_agreement(
 def compare(whole: LowPrecisionOptimizer, sharded: LowPrecisionOptimizer, full: list, parts: list, case: tuple) -> None:
     """Assert that weights and states of the two optimizers have the same bits."""
     has_codes = torch.int8 in (group["state_dtype"] for group in whole.param_groups)
+    has_codes &= whole.param_groups[0].get("beta1", True) is not None  # Adafactor's momentum, not its means
     for param, part in zip(full, parts, strict=True):
         case = (*case, tuple(param.shape))
         assert torch.equal(part.full_tensor(), param), case

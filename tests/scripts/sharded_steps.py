@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import hf_lowprec
 from hf_lowprec import fp32_state_dict
 from hf_lowprec.monitor.step_precision import SUMS
-from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
+from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
@@ -26,12 +26,12 @@ from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
 
 CASES = {
-    "rows": ("line", [(10, 6), (4, 3), (2, 5), (1,), (7,), (0, 3)], [Shard(0)]),
-    "columns": ("line", [(6, 10), (3, 2)], [Shard(1)]),
+    "rows": ("line", [(10, 6), (4, 3), (2, 5), (1,), (7,), (0, 3), (1, 6)], [Shard(0)]),
+    "columns": ("line", [(6, 10), (3, 2), (5, 1)], [Shard(1)]),
     "last of three": ("line", [(3, 4, 5), (2, 2, 9)], [Shard(2)]),
     "middle of three": ("line", [(3, 6, 5)], [Shard(1)]),
     "replicated": ("line", [(5, 3), ()], [Replicate()]),
-    "rows and columns": ("square", [(5, 7), (2, 3)], [Shard(0), Shard(1)]),
+    "rows and columns": ("square", [(5, 7), (2, 3), (1, 3)], [Shard(0), Shard(1)]),
     "rows twice": ("square", [(11, 3), (8, 2)], [Shard(0), Shard(0)]),
     "tensor parallel below data parallel": ("square", [(8, 3), (16, 2)], [_StridedShard(0, split_factor=2), Shard(0)]),
     "hybrid": ("square", [(9, 4), (3,)], [Replicate(), Shard(0)]),
@@ -48,6 +48,8 @@ def muon(params, **options) -> LowPrecisionOptimizer:
 
 
 LOOKING_AT_WHOLE_TENSORS = (StableAdamW, muon)
+FACTORED = ({}, {"beta1": 0.9, "weight_decay": 0.1}, {"scale_parameter": False, "rounding": "split"})
+"""Options of Adafactor, whose states, means over rows and columns, are read by every backend."""
 
 
 def gradient(shape: tuple[int, ...], step: int, number: int) -> torch.Tensor:
@@ -181,6 +183,8 @@ def main(backend: str) -> None:
         # No backend looks at whole tensors.
         for algorithm in one_in_turn(LOOKING_AT_WHOLE_TENSORS, number) if backend == "native" else ():
             check(name, algorithm, *arguments, max_grad_norm=1e6)
+        for options in one_in_turn(FACTORED, number):
+            check(name, Adafactor, *arguments, max_grad_norm=1e6, **options)
     if backend == "native":
         check("matrices that are one batch", muon, line, [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
     check_gradients_placed_otherwise(line, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,8 +38,9 @@ class Adafactor(LowPrecisionOptimizer):
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor. It is the largest relative step size with `relative_step`.
         beta2_decay: exponent of the decay rate `β₂ = 1 - tᵏ` in step `t`, at most 0.
-        eps: least root of the second moment, and least RMS of a weight with `scale_parameter`. torch's default for
-            FP32; `(1e-15, 1e-3)` agrees with transformers' `(1e-30, 1e-3)`, which is added to squares.
+        eps: least root of the second moment, and also least mean of the means over rows; and least RMS of a weight with
+            `scale_parameter`. The first may be None, which stands for 2⁻²³, as in torch for FP32. transformers adds its
+            `eps[0]` of 1e-30 to squares: the same number here changes nothing for gradients above 1e-15.
         d: RMS that the update of a parameter is clipped to, before it is multiplied by the learning rate.
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         beta1: decay rate of a momentum of the updates, in [0, 1); None keeps none.
@@ -46,7 +48,7 @@ class Adafactor(LowPrecisionOptimizer):
         scale_parameter: multiply the learning rate by the RMS of the parameter, at least `eps[1]`.
         maximize: maximize the objective instead of minimizing it.
 
-    An `optim=` string turns off `relative_step` and `scale_parameter` and sets `eps=(1e-15, 1e-3)`, so that it agrees
+    An `optim=` string turns off `relative_step` and `scale_parameter` and sets `eps=(1e-30, 1e-3)`, so that it agrees
     with Trainer's `optim="adafactor"`.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
@@ -54,7 +56,7 @@ class Adafactor(LowPrecisionOptimizer):
     """
 
     named_defaults: ClassVar[dict[str, Any]] = {
-        "eps": (1e-15, 1e-3),
+        "eps": (1e-30, 1e-3),
         "relative_step": False,
         "scale_parameter": False,
     }
@@ -64,7 +66,7 @@ class Adafactor(LowPrecisionOptimizer):
         params: ParamsT,
         lr: float | Tensor = 1e-2,
         beta2_decay: float = -0.8,
-        eps: tuple[float, float] = (2.0**-23, 1e-3),
+        eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
         weight_decay: float = 0.0,
         *,
@@ -81,9 +83,12 @@ class Adafactor(LowPrecisionOptimizer):
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
-        check_range("beta2_decay", -group["beta2_decay"], 0.0)
+        check_range("beta2_decay", group["beta2_decay"], -math.inf)
+        if group["beta2_decay"] > 0:
+            raise ValueError(f"beta2_decay={group['beta2_decay']!r} is invalid; it must be at most 0")
         for k, eps in enumerate(group["eps"]):
-            check_range(f"eps[{k}]", eps, 0.0)
+            if k or eps is not None:
+                check_range(f"eps[{k}]", eps, 0.0)
         check_range("d", group["d"], 1.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
         if group["beta1"] is not None:
@@ -104,13 +109,14 @@ class Adafactor(LowPrecisionOptimizer):
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """`β₂ = 1 - tᵏ`, and the step size `min(lr, 1/√t)` with `relative_step`. `step` may be a tensor."""
+        least = 2.0**-23 if group["eps"][0] is None else group["eps"][0]
         gain2, relative, beta1 = step ** group["beta2_decay"], step**-0.5, group["beta1"] or 0.0
         limited = (lr < relative) * lr + (lr >= relative) * relative if group["relative_step"] else lr
         return {
             "beta2": 1 - gain2,
             "gain2": gain2,
-            "min_mean": group["eps"][0],
-            "min_root": group["eps"][0],
+            "min_mean": least,
+            "min_root": least,
             "min_weight": group["eps"][1],
             "step_size": limited,
             "inverse_d": 1 / group["d"],
@@ -123,6 +129,13 @@ class Adafactor(LowPrecisionOptimizer):
         """The mean squares of the normalized gradient and, with `scale_parameter`, of the weights."""
         scaled = {"weight_square": Adafactor.weight_square} if group["scale_parameter"] else {}
         return {"normalized_square": Adafactor.normalized_square, **scaled}
+
+    @staticmethod
+    def factored(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
+    ) -> Tensor:
+        """`g²`."""
+        return grad * grad
 
     @staticmethod
     def normalized_square(

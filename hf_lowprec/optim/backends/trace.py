@@ -13,6 +13,7 @@ from typing import cast
 
 from torch import Tensor, fx
 
+from hf_lowprec.optim.algorithm_interface import Formula
 from hf_lowprec.optim.step.fused_step import evaluate, fused_step
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import step_keys
@@ -53,10 +54,19 @@ def trace_tensor_means(spec: KernelSpec) -> fx.Graph:
 
     Inputs: `spec.tensors` and `scalar_<name>` for `spec.host_scalars`. Outputs: the values of the formulas.
     """
+    return _trace_formulas(spec, [formula for _, formula in spec.tensor_means])
+
+
+def trace_factored(spec: KernelSpec) -> fx.Graph:
+    """Trace `spec.factored` for one element, with the inputs of `trace_tensor_means`."""
+    return _trace_formulas(spec, [] if spec.factored is None else [spec.factored])
+
+
+def _trace_formulas(spec: KernelSpec, formulas: Iterable[Formula]) -> fx.Graph:
     recorder = _Recorder()
     element = recorder.element(spec.tensors, spec.host_scalars)
     inputs = element.weight, element.grad, element.state, element.scalars
-    return recorder.graph([evaluate(formula, spec, *inputs) for _, formula in spec.tensor_means])
+    return recorder.graph([evaluate(formula, spec, *inputs) for formula in formulas])
 
 
 def used_inputs(graph: fx.Graph, names: Iterable[str]) -> list[str]:

@@ -182,15 +182,11 @@ def _torch_muon(saved: ParamGroup, algorithm: str) -> ParamGroup:
 
 
 def _torch_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
-    smallest, least_weight = saved["eps"]
-    return {
-        "eps": (2.0**-23 if smallest is None else smallest, least_weight),  # torch's default depends on the dtype
-        **{"beta1": None, "relative_step": True, "scale_parameter": True},
-    }
+    return {"beta1": None, "relative_step": True, "scale_parameter": True}
 
 
 def _transformers_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
-    """Its `eps[0]` is added to squares; it knows no largest relative step but 10⁻²."""
+    """It knows no largest relative step but 10⁻²."""
     if saved["warmup_init"]:
         raise ValueError("warmup_init=True; set it to False and use a scheduler")
     if saved["weight_decay"] and (saved["relative_step"] or saved["scale_parameter"]):
@@ -198,7 +194,6 @@ def _transformers_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
     return {
         "beta2_decay": saved["decay_rate"],
         "d": saved["clip_threshold"],
-        "eps": (math.sqrt(saved["eps"][0]), saved["eps"][1]),
         "lr": 1e-2 if saved["relative_step"] else saved["lr"],
         "maximize": False,
     }

@@ -187,7 +187,8 @@ def fp32_values(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int] 
     Returns:
         FP32 tensor of the shape of this rank's shard of `param`.
     """
-    weight, low_bits = local_shard(param).detach(), local_shard(low_bits)
+    weight = local_shard(param).detach()
+    low_bits = local_shard(low_bits).to(weight.device)
     if dither_stream is None:
         return fp32_value(weight, low_bits)
     flat, low_bits = weight.contiguous().view(-1), low_bits.contiguous().view(-1)

@@ -44,7 +44,7 @@ def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, numbe
     formers = states_of_other_modes(group, state)
     # There are two if a step failed between creating one and filling it.
     former = max(formers, key=lambda name: bool(local_shard(state[name]).any()))
-    low_bits = local_shard(state[former]).contiguous().view(-1)
+    low_bits = local_shard(state[former]).to(param.device).contiguous().view(-1)
     stream = (group["seed"], number) if param in optimizer.dithered else None
 
     def values(weight: Tensor, part: slice, index: Tensor) -> Tensor:

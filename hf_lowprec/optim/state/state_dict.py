@@ -349,8 +349,9 @@ def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: s
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
     """Names of the states that a parameter of `group` has with all options on; states of disabled options may stay."""
-    options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
-    switched_on = {key: group[key] or True for key in options}
+    keys = group_keys(optimizer) - {*optimizer.flags}
+    options = (key for key in keys if isinstance(group.get(key), int | float | None))
+    switched_on = {key: group.get(key) or True for key in options}
     return {state.name for state in optimizer.states({**group, **switched_on})}
 
 
@@ -377,7 +378,8 @@ def check_and_load(
         prepared, found = prepare_for_loading(optimizer, incoming)
         loadable.update(prepared)
         notes.extend(found)
-        return prepared
+        # torch would move states to their parameters' device, which may have no room for them.
+        return {**prepared, "state": {}} if optimizer.offload_states else prepared
 
     # Registered last, this hook sees what torch will load.
     handle = optimizer.register_load_state_dict_pre_hook(prepare)
@@ -402,11 +404,14 @@ def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str,
     kept are dropped where the loaded states hold them.
     """
     saved = loaded["state"].get(number, {})
+    device = optimizer.state_device(param)
+    if optimizer.offload_states and saved:
+        optimizer.state[param] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
     for name, value in saved.items():
         if name == "step":
             optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
         elif optimizer.state[param][name].dtype != value.dtype:
-            optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+            optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format)
     if number in loaded[DITHERED]:
         optimizer.dithered.add(param)
     if number in loaded.get(LOW_BITS, {}):

@@ -195,8 +195,10 @@ SMALLEST = 16 * PAGE
 _LINE = 64
 
 
-def zeros_apart(param: Tensor, tensor: StateTensor, position: int, count: int) -> Tensor:
-    """A new state: contiguous zeros, on the device of `param` and distributed as it is.
+def zeros_apart(
+    param: Tensor, tensor: StateTensor, position: int, count: int, device: torch.device | None = None
+) -> Tensor:
+    """A new state: contiguous zeros, distributed as `param` is.
 
     On a CPU, states lie at other offsets from page boundaries than their weight and each other. A load waits for an
     earlier store in flight if the last twelve bits of their addresses are equal, even if they are pages apart (AMD,
@@ -209,16 +211,18 @@ def zeros_apart(param: Tensor, tensor: StateTensor, position: int, count: int) -
         tensor: the dtype and shape of the zeros.
         position: which of the parameter's states this is, from 0.
         count: how many states it has; they divide the page that begins at the weight.
+        device: of the zeros; None means that of `param`.
     """
     part, dtype = local_shard(param), tensor.dtype
+    device = device or part.device
     if tensor.state.scale_of is not None:
-        scales = torch.zeros(scale_shape(part.shape), dtype=dtype, device=part.device)
+        scales = torch.zeros(scale_shape(part.shape), dtype=dtype, device=device)
         return dtensor_like(scales, param, tensor.shape)
     if tensor.state.mean_over is not None:
-        means = torch.zeros(tensor.state.shape_for(part.shape), dtype=dtype, device=part.device)
+        means = torch.zeros(tensor.state.shape_for(part.shape), dtype=dtype, device=device)
         return dtensor_like(means, param, tensor.shape, tensor.state.mean_over)
-    if part.device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
-        return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+    if device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
+        return torch.zeros_like(param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")
     target = part.data_ptr() + PAGE * (position + 1) // (count + 1)
     first = (target - memory.data_ptr()) % PAGE // _LINE * _LINE // dtype.itemsize

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.matrix_tiles import MatrixSums
 
 
 class BackendStep(ABC):
@@ -37,6 +38,13 @@ class BackendStep(ABC):
     @abstractmethod
     def tensor_sums(self) -> Tensor:
         """The sums of `spec.tensor_means` over this rank's part of each parameter; FP64 of shape (entries, means)."""
+
+    def matrix_sums(self) -> dict[int, MatrixSums]:
+        """The sums of `spec.factored` over rows and columns of this rank's part of an entry, by the entry's position.
+
+        Of entries that are not there, torch computes them.
+        """
+        return {}
 
     def load_tables(self) -> None:  # noqa: B027  # `eager` has none
         """Make this step's tables before any group is stepped, so that `run` allocates nothing.

@@ -5,7 +5,7 @@ The moment of an element is estimated as the product of its row's and its column
 factors, so that a kernel reads one number per row and one per column.
 
 Squares are rounded to FP32 and summed in FP64; the sums are rounded to FP32. So results hardly depend on the order in
-which they are summed, that is on shards and devices.
+which they are summed, that is on shards, devices and backends.
 """
 
 from __future__ import annotations
@@ -13,29 +13,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import Sharding, sharding_of_dim, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, load
-from hf_lowprec.optim.step.fused_step import squared_gradient
+from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup
+from hf_lowprec.optim.step.fused_step import evaluate
+from hf_lowprec.optim.step.matrix_tiles import MatrixSums
 
 ROW_MEAN, COLUMN_MEAN = "row_var", "col_var"
 """Names of the states: the mean over each row, of shape (..., rows, 1), and over each column, (..., 1, columns)."""
 _CPU_CHUNK = 1 << 17
 """Elements of which a CPU computes squares at once: the FP32 values of more do not fit into its caches."""
-
-
-class _Sums(NamedTuple):
-    """FP64 sums of the squares of this rank's part of a gradient."""
-
-    of_rows: Tensor
-    """Of shape (..., rows, 1)."""
-    of_columns: Tensor
-    """Of shape (..., 1, columns)."""
 
 
 def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
@@ -44,8 +35,8 @@ def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
     Called after gradients, scalars and the clip factor of the step are set. The states are not changed.
     """
     for backend_step in backend_steps:
-        if backend_step.fused_group.spec.factored:
-            _compute_factors(backend_step.fused_group)
+        if backend_step.fused_group.spec.factored is not None:
+            _compute_factors(backend_step)
             backend_step.release_tables()  # those of the norm have no addresses of factors yet
 
 
@@ -57,9 +48,10 @@ def store_means(fused_group: FusedGroup) -> None:
             old.copy_(new if fused_group.enabled is None else torch.where(fused_group.enabled, new, old))
 
 
-def _compute_factors(group: FusedGroup) -> None:
+def _compute_factors(backend_step: BackendStep) -> None:
+    group, found = backend_step.fused_group, backend_step.matrix_sums()
     entries = group.entries
-    sums = [_square_sums(group, k) for k in range(len(entries))]
+    sums = [found[k] if k in found else _matrix_sums(group, k) for k in range(len(entries))]
     of_shards = [sharding_of_dim(entry.param, dim) for entry in entries for dim in (-1, -2)]
     _sum_each_over_shards([part for pair in sums for part in pair], of_shards)
     totals = []
@@ -82,24 +74,26 @@ def _compute_factors(group: FusedGroup) -> None:
         entry.factors = row_factor.view(-1), column_factor.view(-1)
 
 
-def _square_sums(group: FusedGroup, k: int) -> _Sums:
-    """The sums of squares over this rank's part of the gradient of entry number `k`."""
-    grad, scalars = group.entries[k].grad, group.scalars_of(k)
-    assert grad is not None
-    *before, rows, columns = grad.shape
-    matrices = grad.reshape(math.prod(before), rows, columns)
-    shapes = (len(matrices), rows, 1), (len(matrices), 1, columns)
-    sums = _Sums(*(torch.zeros(shape, dtype=torch.float64, device=grad.device) for shape in shapes))
-    size = _CPU_CHUNK if grad.device.type == "cpu" else CHUNK
+def _matrix_sums(group: FusedGroup, k: int) -> MatrixSums:
+    """The sums of `spec.factored` over rows and columns of this rank's part of an entry, by torch's operations."""
+    weight, spec = group.entries[k].weight, group.spec
+    assert spec.factored is not None
+    *before, rows, columns = weight.shape
+    shapes = (math.prod(before), rows, 1), (math.prod(before), 1, columns)
+    sums = MatrixSums(*(torch.zeros(shape, dtype=torch.float64, device=weight.device) for shape in shapes))
+    size = _CPU_CHUNK if weight.device.type == "cpu" else CHUNK
     together, rows_at_once = max(size // max(rows * columns, 1), 1), max(size // max(columns, 1), 1)
-    for first in range(0, len(matrices), together):
+    for first in range(0, math.prod(before), together):
         some = slice(first, first + together)
         for row in range(0, rows, rows_at_once):
             part = slice(row, row + rows_at_once)
-            squares = squared_gradient(group.spec, load(matrices[some, part]), scalars)
-            sums.of_rows[some, part] = squares.sum(-1, keepdim=True, dtype=torch.float64)
-            sums.of_columns[some] += squares.sum(-2, keepdim=True, dtype=torch.float64)
-    return _Sums(sums.of_rows.view(*before, rows, 1), sums.of_columns.view(*before, 1, columns))
+            shape = sums.of_rows[some, part].shape[:2]
+            start = (first * rows + row) * columns
+            elements = group.elements(k, slice(start, start + math.prod(shape) * columns))
+            terms = evaluate(spec.factored, spec, *elements).view(*shape, columns)
+            sums.of_rows[some, part] = terms.sum(-1, keepdim=True, dtype=torch.float64)
+            sums.of_columns[some] += terms.sum(-2, keepdim=True, dtype=torch.float64)
+    return MatrixSums(sums.of_rows.view(*before, rows, 1), sums.of_columns.view(*before, 1, columns))
 
 
 def _sum_each_over_shards(values: Sequence[Tensor], shardings: Sequence[Sharding | None]) -> None:

@@ -130,12 +130,6 @@ def momentum_matrix(
     return formula(grad, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(spec.options))
 
 
-def squared_gradient(spec: KernelSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
-    """The squares of the gradient that the formulas see."""
-    loaded = _load_gradient(spec, grad, scalars)
-    return loaded * loaded
-
-
 def _load_gradient(spec: KernelSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
     """The gradient that the formulas see: after clipping and, with `maximize`, after its change of sign."""
     if spec.clipped:

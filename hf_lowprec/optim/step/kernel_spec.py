@@ -70,7 +70,8 @@ class KernelSpec:
         clipped: whether the gradient is multiplied by the scalar `clip` before that.
         tensor_means: elementwise formulas by name, as pairs; `update` takes their means over each parameter as scalars.
         orthogonalizes: whether `update` takes `state.orthogonalized` and `scalars.lr_scale`.
-        factored: whether the formulas take `state.row_factor` and `state.column_factor`, see `factored_moments.py`.
+        factored: an elementwise formula, whose means over rows and columns give the factors that other formulas take as
+            `state.row_factor` and `state.column_factor`, see `factored_moments.py`; None if there are none.
     """
 
     update: Update
@@ -84,7 +85,7 @@ class KernelSpec:
     clipped: bool = False
     tensor_means: tuple[tuple[str, Formula], ...] = ()
     orthogonalizes: bool = False
-    factored: bool = False
+    factored: Formula | None = None
 
     @cached_property
     def host_scalars(self) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ class StepPlan:
             number = number_of(param, index, group)
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
             former = states_of_other_modes(group, optimizer_state)
-            _check_shapes(index, param, states, sorted(former), optimizer_state)
+            _check_shapes(index, param, states, sorted(former), optimizer_state, optimizer.state_device(param))
             parts = {tensor.key: local_shard(optimizer_state[tensor.key]) for tensor in states}
             of_elements = [tensor for tensor in states if tensor.state.mean_over is None]
             for name, part in parts.items():
@@ -256,7 +256,12 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 
 def _check_shapes(
-    index: int, param: Tensor, states: list[StateTensor], former: list[str], optimizer_state: dict[str, Any]
+    index: int,
+    param: Tensor,
+    states: list[StateTensor],
+    former: list[str],
+    optimizer_state: dict[str, Any],
+    state_device: torch.device,
 ) -> None:
     """Raise ValueError unless the gradient and states of `param` have their shapes, and its device and placement.
 
@@ -266,12 +271,14 @@ def _check_shapes(
         states: the states that it has.
         former: names of those that it had in another rounding mode.
         optimizer_state: its entry in `optimizer.state`.
+        state_device: where its states should be.
     """
     shapes: dict[str, tuple[torch.Size, int | None]] = dict.fromkeys(former, (param.shape, None))
     shapes |= {tensor.key: (tensor.shape, tensor.state.mean_over) for tensor in states}
-    tensors = [(param.grad, param.shape, None), *((optimizer_state[name], *each) for name, each in shapes.items())]
-    for tensor, shape, mean_over in tensors:
-        if tensor.shape != shape or tensor.device != param.device:
+    assert param.grad is not None
+    of_states = ((optimizer_state[name], *each, state_device) for name, each in shapes.items())
+    for tensor, shape, mean_over, device in ((param.grad, param.shape, None, param.device), *of_states):
+        if tensor.shape != shape or tensor.device != device:
             validation.raise_mismatch(index, param, optimizer_state)
         validation.check_placement(index, param, tensor, mean_over)
 
@@ -297,7 +304,7 @@ def _initialized_state(
     for k, tensor in enumerate(states):
         state, key = tensor.state, tensor.key
         if key not in optimizer_state:
-            missing[key] = zeros_apart(param, tensor, k, len(states))
+            missing[key] = zeros_apart(param, tensor, k, len(states), optimizer.state_device(param))
             if state.holds_low_bits and not states_of_other_modes(group, optimizer_state):
                 initialize_compensation(optimizer, missing[state.name], param, group["seed"], number)
     # All at once and filled: if memory runs out before, the next step finds none and begins again.
@@ -331,5 +338,5 @@ def step_spec(
         clipped=clipped,
         tensor_means=tuple(optimizer.tensor_means(group).items()),
         orthogonalizes=optimizer.orthogonalizes(group),
-        factored=factored,
+        factored=optimizer.factored if factored else None,
     )

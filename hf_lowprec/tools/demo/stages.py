@@ -19,7 +19,7 @@ from hf_lowprec.tools.demo.text import (
     token_blocks,
 )
 from hf_lowprec.tools.demo.training import Run, Settings, train_variant
-from hf_lowprec.tools.demo.variants import VARIANTS, Variant
+from hf_lowprec.tools.demo.variants import Variant
 
 LENGTH = 128
 """Tokens per block."""
@@ -197,7 +197,7 @@ def _stage(
         parameters = sum(p.numel() for p in model.parameters())
         runs[variant.name] = train_variant(variant, model, blocks, settings, output_dir, progress.on_step)
         progress.on_result(name, variant, runs[variant.name])
-        if variant is VARIANTS["fp32"]:
+        if variant.name == "fp32":
             result = {key: tensor.detach().cpu().clone() for key, tensor in model.state_dict().items()}
     counts = {"train": len(blocks.train), "validation": len(blocks.validation), "length": blocks.length}
     return Stage(name, title, parameters, counts, settings, runs), result

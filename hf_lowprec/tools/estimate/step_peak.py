@@ -14,9 +14,11 @@ from torch import Tensor
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.backends.eager import EagerStep
+from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.state.state_tensors import state_tensors
 from hf_lowprec.optim.step.factored_moments import compute_factors
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.step_plan import step_spec
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
@@ -45,13 +47,20 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
                 alike.setdefault(key, []).append(param)
         for params in alike.values():
             fused_group = _on_meta(optimizer, group, params, clipped)
-            backend_step = EagerStep(fused_group)
+            backend_step = _StepOnMeta(fused_group)
             with LiveMemory() as memory:
                 compute_factors([backend_step])
                 for _ in parts_to_step(optimizer, backend_step):
                     pass
             peak = max(peak, memory.peak)
     return peak
+
+
+class _StepOnMeta(EagerStep):
+    def matrix_sums(self) -> dict[int, MatrixSums]:
+        """Allocate what the `triton` backend does."""
+        tiles = MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS)
+        return tiles.add_up(*tiles.empty_sums(self.fused_group.device))
 
 
 def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[Tensor], clipped: bool) -> FusedGroup:

@@ -49,7 +49,9 @@ class MostAlive(TrainerCallback):
             param.register_hook(count)
 
 
-@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "stableadamw_bf16_sr", "muon_bf16_kahan"])
+@pytest.mark.parametrize(
+    "optim", ["adamw_bf16_kahan", "stableadamw_bf16_sr", "muon_bf16_kahan", "adafactor_bf16_split"]
+)
 def test_weights_and_logs_are_those_of_the_ordinary_step(tmp_path, optim):
     """With a scheduler, and the precision of logged steps measured as each bucket is stepped."""
     settings = {"optim": optim, "max_grad_norm": 0, "warmup_steps": 3, "logging_steps": 2, "max_steps": 6}
@@ -59,7 +61,8 @@ def test_weights_and_logs_are_those_of_the_ordinary_step(tmp_path, optim):
     assert_same_weights(ordinary, released)
     assert logged(ordinary) == logged(released)
     first, second = ([step.measured for step in read_metrics(tmp_path / run).parts[0].steps] for run in "ab")
-    assert first == second and {"lost_updates", "lost_second_moment", "never_moved"} <= {*first[0].by_kind["all"]}
+    measured = {"lost_updates", "never_moved"} | (set() if optim.startswith("adafactor") else {"lost_second_moment"})
+    assert first == second and measured <= {*first[0].by_kind["all"]}
     assert alive.most < 0.35
     assert not any("grad_norm" in entry for entry in released.state.log_history)  # no step needs it
 

@@ -55,9 +55,12 @@ class EmulatedGpu:
                 groups.append(fused_group)
 
         def kernels(spec):
-            names = triton_launch.Kernels._fields[: 3 if spec.tensor_means else 2]
+            exists = (True, True, spec.tensor_means, spec.factored)
             return triton_launch.Kernels(
-                *[self.kernel(render(spec), name) for name in names], *[None][len(names) - 2 :]
+                *(
+                    self.kernel(render(spec), name) if needed else None
+                    for name, needed in zip(triton_launch.Kernels._fields, exists, strict=True)
+                )
             )
 
         imported = f"from {triton_square_sum.__name__} import square_sum"

@@ -405,8 +405,6 @@ def _decoded(opcode: str) -> tuple[tuple[str, ...], Callable[..., np.ndarray]]:
             return (kind,), lambda a: _with_one_nan(a.astype(_DTYPES[to]))
         case "cvt", ["rn", "f32"] if kind == "s32":
             return (kind,), lambda a: a.astype(np.float32)
-        case "cvt", ["rmi", "ftz", "f32"] if kind == "f32":
-            return (kind,), lambda a: np.floor(_flushed(a))
         case "cvt", ["rzi", "s32"] if kind == "f32":
             return (kind,), lambda a: a.astype(np.int32)
         case "cvt", ["rn", "f16"] if kind == "f32":

@@ -69,7 +69,7 @@ def every_optimizer(model: nn.Module) -> list[torch.optim.Optimizer]:
     params = list(model.parameters())
     return [
         AdamW(params, amsgrad=True),
-        hf_lowprec.Adafactor(params, beta1=0.9, eps=(1e-15, 1e-3), relative_step=False),
+        hf_lowprec.Adafactor(params, beta1=0.9, eps=(1e-30, 1e-3), relative_step=False),
         hf_lowprec.Adam(model.parameters(), decoupled_weight_decay=True, rounding="stochastic"),
         hf_lowprec.RAdam(model.named_parameters(), lr=torch.tensor(1e-3)),
         hf_lowprec.StableAdamW(params, state_dtype=torch.float32),

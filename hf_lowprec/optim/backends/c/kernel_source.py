@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
+from torch import fx
 
 from hf_lowprec.optim.backends.c.block_loops import render_block_loops
 from hf_lowprec.optim.backends.c.renderer import (
@@ -22,8 +23,16 @@ from hf_lowprec.optim.backends.c.renderer import (
     value_type,
 )
 from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
-from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys, trace_tensor_means, used_inputs
+from hf_lowprec.optim.backends.trace import (
+    integer_inputs,
+    trace,
+    trace_factored,
+    trace_keys,
+    trace_tensor_means,
+    used_inputs,
+)
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ROW_FACTOR, KernelSpec
+from hf_lowprec.optim.step.matrix_tiles import TILE_COLUMNS, TILES_TABLE
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
@@ -39,13 +48,14 @@ _PARTIAL_TERMS, _PARTIAL_SQUARES = 16, 32
 
 
 def render(spec: KernelSpec) -> str:
-    """The C source of `step` and `square_sum` for `spec` and, if it has `tensor_means`, of `tensor_sum`.
+    """The C source of `step` and `square_sum` for `spec` and, if it needs them, of `tensor_sum` and `matrix_sum`.
 
     The `native` backend compiles it to a shared library and calls these functions through ctypes.
     """
     source = _HEADER.format(description="\n   ".join(description(spec)))
     source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
-    return source + (_render_tensor_sum(spec) if spec.tensor_means else "") + _render_square_sum(spec)
+    source += (_render_tensor_sum(spec) if spec.tensor_means else "") + _render_square_sum(spec)
+    return source + ("" if spec.factored is None else _render_matrix_sum(spec))
 
 
 _HEADER = """\
@@ -281,9 +291,9 @@ def _render_square_sum(spec: KernelSpec) -> str:
     )
 
 
-_TENSOR_MEAN_TERMS = """
-/* One element: the operations traced from the algorithm's `tensor_means`. */
-static inline __attribute__((always_inline)) void tensor_mean_terms(
+_TERMS = """
+/* One element: the operations traced from {traced}. */
+static inline __attribute__((always_inline)) void {name}(
         {parameters})
 {{
 {body}
@@ -291,38 +301,109 @@ static inline __attribute__((always_inline)) void tensor_mean_terms(
 """
 
 
+class _Terms:
+    """A C function that computes the terms of sums for one element.
+
+    Attributes:
+        function: its definition.
+        count: of terms.
+        tensors: those that it takes elements of.
+
+    Args:
+        spec: of the step.
+        name: of the function.
+        traced: what it computes, in words.
+        graph: the same, traced.
+    """
+
+    def __init__(self, spec: KernelSpec, name: str, traced: str, graph: fx.Graph) -> None:
+        lines, results = statements(graph, CRenderer(), spec.integer_tensors)
+        self._spec, self._name, self.count = spec, name, len(results)
+        self.tensors = used_inputs(graph, spec.tensors)
+        self._scalars = used_inputs(graph, [f"scalar_{scalar}" for scalar in spec.host_scalars])
+        parameters = _declarations({tensor: spec.tensors[tensor] for tensor in self.tensors})
+        parameters += [f"float {scalar}" for scalar in self._scalars] + [f"float *term{k}" for k in range(self.count)]
+        body = indent(4, lines + [f"*term{k} = {result};" for k, result in enumerate(results)])
+        self.function = _TERMS.format(traced=traced, name=name, parameters=arguments(parameters, 8), body=body)
+
+    def add(self, index: str, place: str) -> list[str]:
+        """Statements that add the terms of the element `index` to the sums at `place`, where {0} is a term's number."""
+        values = [_load(self._spec, tensor, index) for tensor in self.tensors]
+        outputs = [f"term{k}" for k in range(self.count)]
+        inputs = arguments([*values, *self._scalars, *(f"&{name}" for name in outputs)], 20)
+        sums = [f"{place.format(k)} += {name};" for k, name in enumerate(outputs)]
+        return [f"float {', '.join(outputs)};", f"{self._name}(\n{' ' * 20}{inputs});", *sums]
+
+
+_MATRIX_SUM = """
+/* The FP64 sums of `matrix_terms` over the rows and the columns of each tile, see `MatrixTiles`. */
+void matrix_sum(int64_t n_tiles, const int64_t (*tiles)[{n_columns}], void *const (*pointers)[{n_pointers}],
+                const float *scalars, double *row_sums, double *column_sums, int threads)
+{{
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t tile = 0; tile < n_tiles; tile++) {{
+{tile}
+{scalars}
+        double column_sum[{most_columns}] = {{0}};
+        for (int64_t row = 0; row < tile_rows; row++) {{
+            const int64_t start = first + row * columns;
+{pointers}
+            double partial_sums[{partial_sums}] = {{0}}, total = 0;
+            int i = 0;
+            for (; i + {partial_sums} <= count; i += {partial_sums})
+                for (int j = 0; j < {partial_sums}; j++) {{
+{partial_terms}
+                    column_sum[i + j] += term0;
+                }}
+            for (; i < count; i++) {{
+{terms}
+                column_sum[i] += term0;
+            }}
+            for (int j = 0; j < {partial_sums}; j++)
+                total += partial_sums[j];
+            row_sums[first_row_sum + row] = total;
+        }}
+        memcpy(column_sums + first_column_sum, column_sum, count * sizeof(double));
+    }}
+}}
+"""
+
+
+def _render_matrix_sum(spec: KernelSpec) -> str:
+    """Render `matrix_sum`, of the algorithm's `factored`, and before it the function that it calls."""
+    terms = _Terms(spec, "matrix_terms", "the algorithm's `factored`", trace_factored(spec))
+    names = ["first" if name == "start" else name for name in TILES_TABLE]
+    return terms.function + _MATRIX_SUM.format(
+        n_columns=len(names),
+        n_pointers=len(spec.tensors),
+        tile=indent(8, [f"const int64_t {name} = tiles[tile][{k}];" for k, name in enumerate(names)]),
+        scalars=indent(8, _load_scalars([f"scalar_{name}" for name in spec.host_scalars])),
+        most_columns=TILE_COLUMNS,
+        pointers=indent(12, _load_pointers(spec, terms.tensors, ())),
+        partial_sums=_PARTIAL_TERMS,
+        partial_terms=indent(20, terms.add("i + j", "partial_sums[j]")),
+        terms=indent(16, terms.add("i", "total")),
+    )
+
+
 def _render_tensor_sum(spec: KernelSpec) -> str:
     """Render `tensor_sum`, of the algorithm's `tensor_means`, and before it the function that it calls."""
-    graph = trace_tensor_means(spec)
-    lines, results = statements(graph, CRenderer(), spec.integer_tensors)
+    terms = _Terms(spec, "tensor_mean_terms", "the algorithm's `tensor_means`", trace_tensor_means(spec))
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
-    used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
-    parameters = _declarations({name: spec.tensors[name] for name in used_tensors})
-    parameters += [f"float {name}" for name in used_scalars] + [f"float *term{k}" for k in range(len(results))]
-
-    def terms(index: str, place: str) -> list[str]:
-        values = [_load(spec, name, index) for name in used_tensors]
-        outputs = [f"term{k}" for k in range(len(results))]
-        inputs = arguments([*values, *used_scalars, *(f"&{name}" for name in outputs)], 20)
-        sums = [f"{place.format(k)} += {name};" for k, name in enumerate(outputs)]
-        return [f"float {', '.join(outputs)};", f"tensor_mean_terms(\n{' ' * 20}{inputs});", *sums]
-
-    body = indent(4, lines + [f"*term{k} = {result};" for k, result in enumerate(results)])
-    function = _TENSOR_MEAN_TERMS.format(parameters=arguments(parameters, 8), body=body)
-    by_rows = spec.factored and not {*_FACTORS}.isdisjoint(used_tensors)
-    return function + _CHUNK_SUM.format(
+    by_rows = spec.factored is not None and not {*_FACTORS}.isdisjoint(terms.tensors)
+    return terms.function + _CHUNK_SUM.format(
         name="tensor_sum",
         summed="`tensor_mean_terms`",
         schedule=_SCHEDULE,
         **_table_widths(spec),
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
         rows=_ROWS if by_rows else "",
-        chunk_inputs=indent(8, _load_pointers(spec, used_tensors, ()) + _load_scalars(scalars)),
+        chunk_inputs=indent(8, _load_pointers(spec, terms.tensors, ()) + _load_scalars(scalars)),
         end_of_row=" " * 8 + "}" if by_rows else "",
         partial_sums=_PARTIAL_TERMS,
-        n_sums=len(results),
-        partial_terms=indent(16, terms("i + j", "partial_sums[{0}][j]")),
-        terms=indent(12, terms("i", "totals[{0}]")),
+        n_sums=terms.count,
+        partial_terms=indent(16, terms.add("i + j", "partial_sums[{0}][j]")),
+        terms=indent(12, terms.add("i", "totals[{0}]")),
     )
 
 

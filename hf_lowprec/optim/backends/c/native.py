@@ -29,7 +29,11 @@ from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
 from hf_lowprec.optim.step.segments import sum_by_entry
+
+_TILE_ROWS = 128
+"""Rows of the tiles that threads sum; few, so that all threads have some."""
 
 
 class NativeStep(BackendStep):
@@ -78,6 +82,15 @@ class NativeStep(BackendStep):
         self._call(self._kernel.tensor_sum, self._chunks, sums)
         return sum_by_entry(sums, self._chunks_per_entry)
 
+    def matrix_sums(self) -> dict[int, MatrixSums]:
+        """The sums of `spec.factored` over rows and columns, by position of the entry, but for small matrices."""
+        group, tiles = self.fused_group, self._tiles
+        scalars = group.all_scalars(group.scalars)
+        row_sums, column_sums = tiles.empty_sums(group.device)
+        tables = (tiles.table, group.pointers(), scalars, row_sums, column_sums)
+        self._kernel.matrix_sum(len(tiles.table), *map(Tensor.data_ptr, tables), torch.get_num_threads())
+        return tiles.add_up(row_sums, column_sums)
+
     def _call(self, function: Callable[..., None], chunks: Tensor, counts_or_sums: Tensor) -> None:
         """Call a compiled function with this step's tables, of which the last is `counts_or_sums`, for some chunks."""
         group = self.fused_group
@@ -86,12 +99,17 @@ class NativeStep(BackendStep):
         function(len(chunks), *map(Tensor.data_ptr, tables), torch.get_num_threads())
 
     @cached_property
+    def _tiles(self) -> MatrixTiles:
+        return MatrixTiles([weight.shape for weight in self.fused_group.weights], _TILE_ROWS)
+
+    @cached_property
     def _chunks_per_entry(self) -> Tensor:
         return self.fused_group.segments.chunks_per_entry(self._chunks, len(self.fused_group.entries))
 
 
 def kernel(spec: KernelSpec) -> ctypes.CDLL:
-    """The library with the compiled functions `step`, `square_sum` and, if `spec` has `tensor_means`, `tensor_sum`.
+    """The library with the compiled functions `step`, `square_sum` and, if `spec` needs them, `tensor_sum` and
+    `matrix_sum`.
 
     A spec that failed to compile is not compiled again.
 
@@ -107,6 +125,7 @@ def kernel(spec: KernelSpec) -> ctypes.CDLL:
 @functools.cache
 def _load(spec: KernelSpec) -> ctypes.CDLL | CompilerError:
     functions = ["step", "square_sum", *(["tensor_sum"] if spec.tensor_means else [])]
+    functions += ["matrix_sum"] if spec.factored is not None else []
     try:
         library = _compiled(render(spec), functions)
     except CompilerError as error:

@@ -22,6 +22,7 @@ from hf_lowprec.optim.backends.triton.loads import (
     matrix_inputs,
     number_elements,
 )
+from hf_lowprec.optim.backends.triton.matrix_sum import render_matrix_sum
 from hf_lowprec.optim.backends.triton.renderer import (
     LOAD,
     STORAGE,
@@ -36,14 +37,15 @@ from hf_lowprec.rounding.block_floats import BLOCK
 
 
 def render(spec: KernelSpec) -> str:
-    """The Python source of the kernels `step` and `step_ragged` for `spec` and, if it has `tensor_means`, of
-    `tensor_sum`.
+    """The Python source of the kernels `step` and `step_ragged` for `spec` and, if it needs them, of `tensor_sum` and
+    `matrix_sum`.
 
     The `triton` backend executes it and launches the kernels.
     """
-    source = _HEADER.format(description="\n# ".join(description(spec))) + (_FACTORS if spec.factored else "")
+    source = _HEADER.format(description="\n# ".join(description(spec))) + ("" if spec.factored is None else _FACTORS)
     source += _render_segment_keys(spec) if spec.key_names else ""
-    return source + _render_step(spec) + (render_tensor_sum(spec) if spec.tensor_means else "")
+    source += _render_step(spec) + (render_tensor_sum(spec) if spec.tensor_means else "")
+    return source + ("" if spec.factored is None else render_matrix_sum(spec))
 
 
 _HEADER = """\

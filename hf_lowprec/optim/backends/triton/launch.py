@@ -19,10 +19,13 @@ from torch.autograd.graph import increment_version
 
 from hf_lowprec.optim.backends.triton.availability import TritonError, check_available
 from hf_lowprec.optim.backends.triton.kernel_source import render
+from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.backends.triton.tables import ChunkTables, DeviceTables
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.step.matrix_tiles import TILE_COLUMNS, MatrixSums, MatrixTiles
 from hf_lowprec.optim.step.segments import segment_columns, sum_by_entry
 from hf_lowprec.rounding import dtype_name
 
@@ -69,7 +72,9 @@ class TritonStep(BackendStep):
     def __init__(self, fused_group: FusedGroup) -> None:
         check_available(fused_group.device)
         super().__init__(fused_group)
-        self.step_kernel, self.ragged_kernel, self._tensor_sum_kernel = kernels(fused_group.spec)
+        self.step_kernel, self.ragged_kernel, self._tensor_sum_kernel, self._matrix_sum_kernel = kernels(
+            fused_group.spec
+        )
         self._tables = DeviceTables(fused_group, CHUNK, BLOCK)
         self._options = _kernel_options(fused_group.spec, fused_group.device)
         self._inputs: _StepInputs | None = None
@@ -89,6 +94,8 @@ class TritonStep(BackendStep):
         if self._tensor_sum_kernel is not None:
             sum_tables = (chunks, segments, pointers, scalars, sums)
             kernels.append((self._tensor_sum_kernel, sum_tables, self._options.tensor_sum))
+        if self._matrix_sum_kernel is not None:
+            kernels.append((self._matrix_sum_kernel, (chunks, pointers, scalars, sums, sums), self._options.matrix_sum))
         if self.fused_group.spec.clipped:
             kernels.append((_square_sum(), (chunks, segments, pointers, sums), self._options.square_sum))
         try:
@@ -154,6 +161,23 @@ class TritonStep(BackendStep):
                 self._tensor_sum_kernel[(len(chunks),)](*arguments, **self._options.tensor_sum)
         return sum_by_entry(sums, self._tables.chunks_per_entry)
 
+    def matrix_sums(self) -> dict[int, MatrixSums]:
+        """The sums of `spec.factored` over rows and columns, by position of the entry, but for small matrices."""
+        (tiles, table), group = self._tiles, self.fused_group
+        row_sums, column_sums = tiles.empty_sums(group.device)
+        if len(table) > 0:
+            tables = self._tables.of_step()
+            with _on(group.device):
+                arguments = (table, tables.pointers, group.all_scalars(tables.scalars), row_sums, column_sums)
+                self._matrix_sum_kernel[(len(table),)](*arguments, **self._options.matrix_sum)
+        return tiles.add_up(row_sums, column_sums)
+
+    @cached_property
+    def _tiles(self) -> tuple[MatrixTiles, Tensor]:
+        """The tiles, and their table on the device."""
+        tiles = MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS)
+        return tiles, tiles.table.to(self.fused_group.device)
+
     @property
     def is_loaded(self) -> bool:
         """True if kernels and chunks for this step's addresses are loaded, or there is nothing to run."""
@@ -171,6 +195,7 @@ class _KernelOptions(NamedTuple):
     step: dict[str, Any]
     step_ragged: dict[str, Any]
     tensor_sum: dict[str, Any]
+    matrix_sum: dict[str, Any]
     square_sum: dict[str, Any]
 
 
@@ -184,6 +209,7 @@ def _kernel_options(spec: KernelSpec, device: torch.device) -> _KernelOptions:
         step={**common, "CHUNK": CHUNK} | ({"waves_per_eu": waves_per_simd(spec)} if _warp_size(device) == 64 else {}),
         step_ragged=common,
         tensor_sum={**common, "CHUNK": CHUNK, "TAIL": TAIL},
+        matrix_sum={**common, "BLOCK": TILE_COLUMNS},
         square_sum={**common, "CHUNK": CHUNK, **gradients},
     )
 
@@ -222,11 +248,13 @@ class Kernels(NamedTuple):
         step: steps whole chunks.
         step_ragged: steps ragged chunks.
         tensor_sum: sums `spec.tensor_means`; None if there are none.
+        matrix_sum: sums `spec.factored` over rows and columns; None if there is none.
     """
 
     step: Any
     step_ragged: Any
     tensor_sum: Any
+    matrix_sum: Any
 
 
 @functools.cache
@@ -239,4 +267,4 @@ def kernels(spec: KernelSpec) -> Kernels:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": f"{__name__}.{os.path.basename(name)}"}
     exec(compile(source, name, "exec"), namespace)
-    return Kernels(namespace["step"], namespace["step_ragged"], namespace.get("tensor_sum"))
+    return Kernels(namespace["step"], namespace["step_ragged"], *map(namespace.get, ("tensor_sum", "matrix_sum")))

@@ -32,12 +32,10 @@ def places_of_factors(index, first_row, first_column, rows, columns):
 def _quotient(index, first, divisor):
     """`(first + index) // divisor`, for `first < divisor` and `index` in [0, LARGEST).
 
-    A GPU has no integer division, and computes one in about twenty instructions, but the quotient is less than one from
-    a product of FP32 numbers. Since the half lies between two multiples of 1 / divisor, which is at least 1 / LARGEST,
-    rounding errors below 2⁻²² do not change the integer below it. A larger divisor is exceeded once at most, so only
-    the sign counts then.
+    A GPU has no integer division, and computes one in about twenty instructions. Here FP32 is exact enough: because of
+    the half, what is cut to an integer is at least 1 / (2·divisor) away from one, and is off by less than 2⁻⁹ / divisor
+    and 2⁻²¹. A divisor above LARGEST is exceeded once at most, so only the sign of what comes `after` counts then.
     """
     after = index - tl.minimum(divisor - first, LARGEST)
     inverse = tl.div_rn(1.0, tl.minimum(divisor, LARGEST).to(tl.float32))
-    quotient = (after.to(tl.float32) + 0.5) * inverse
-    return tl.floor(quotient).to(tl.int32) + 1
+    return ((after.to(tl.float32) + 0.5) * inverse + 1.0).to(tl.int32)

@@ -107,7 +107,7 @@ def render_tensor_sum(spec: KernelSpec) -> str:
         sums=", ".join(f"sum{k}" for k in means),
         stores=indent(4, [f"tl.store(sums + chunk * {len(means)} + {k}, sum{k})" for k in means]),
         chunk_inputs=arguments([*addresses, *factors, *used_scalars], 12),
-        addresses=_aligned(spec, used_tensors),
+        addresses=aligned(spec, used_tensors),
         n_scalars=len(scalars),
         chunk=indent(4, [*load_row("chunks", "chunk", WHOLE_COLUMNS), *load_row("segments", "segment", columns)]),
         inputs_of_chunk=indent(4, load_chunk_inputs(spec, scalars)),
@@ -124,6 +124,6 @@ def _masks(spec: KernelSpec) -> list[str]:
     return [*masks, f"block_mask = offset + blocks * {BLOCK} < count"] if spec.per_block_tensors else masks
 
 
-def _aligned(spec: KernelSpec, names: Iterable[str]) -> str:
+def aligned(spec: KernelSpec, names: Iterable[str]) -> str:
     """The addresses that must be multiples of 16 for wide accesses, combined."""
     return " | ".join(f"{name}_address" for name in names if name not in (*spec.per_block_tensors, *FACTORS))
