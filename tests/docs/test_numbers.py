@@ -152,6 +152,12 @@ def losses_at_a_glance() -> list[str]:
     return [row(*(losses[stage, label] for label in shown)) for stage in ("pretraining", "fine-tuning")]
 
 
+def losses_of_diffusion() -> list[str]:
+    by_seed = {name: found.values() for name, found in result("diffusion-quality")["losses"].items()}
+    losses = {name: f"{mean(mean(of['fine-tuning']) for of in seeds):.4f}" for name, seeds in by_seed.items()}
+    return [row(losses["fp32"], losses["split"], "", losses["sr"], losses["nearest"]).replace("  ", " ")]
+
+
 def accuracies_of_encoder() -> list[str]:
     found, over_seeds = [], module("classification").over_seeds
     for file in ("2026-11-22-bf16-states", "2026-11-23-8-bit-states"):
@@ -319,6 +325,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ),
     ("docs/performance/other-packages.md", compared_packages),
     ("docs/performance/index.md", losses_at_a_glance),
+    ("docs/performance/index.md", losses_of_diffusion),
     ("docs/performance/accuracy.md", losses_on_text),
     ("docs/performance/accuracy.md", accuracies_of_encoder),
     ("docs/performance/accuracy.md", displacements_with_split_weights),
@@ -334,7 +341,8 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/training.md", table("checkpoint_checksums", "checkpoint-checksums")),
     ("docs/performance/training.md", table("import_time", "import-time")),
     ("docs/performance/training.md", import_times),
-    ("docs/guides/hosts.md", diffusers_models),
+    ("docs/guides/diffusion.md", diffusers_models),
+    ("docs/guides/diffusion.md", table("diffusion_quality", "diffusion-quality")),
 ]
 """Pages, and what must be in them."""
 
