@@ -4,6 +4,7 @@ The device is simulated: its tensors are on the CPU, and copies are made late or
 """
 
 import copy
+import functools
 import signal
 
 import pytest
@@ -13,11 +14,11 @@ from torch import nn
 from hf_lowprec.optim import AdamW, Lion, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.offload import device_copies, host_steps
+from hf_lowprec.optim.offload import host_steps
 from hf_lowprec.optim.state.low_bits import fp32_state_dict
 from tests.support.optim.every_optimizer import every_mode
 from tests.support.optim.optimizer_contents import assert_equal, everything
-from tests.support.optim.simulated_copies import SimulatedCopies
+from tests.support.optim.simulated_copies import simulate_device
 from tests.support.random_numbers import randn
 
 STEPS = 4
@@ -35,14 +36,7 @@ def small_buckets(monkeypatch):
 @pytest.fixture
 def simulate(monkeypatch):
     """Makes a simulated device of the CPU; returns its copies."""
-
-    def make(share: float = 0.5, seed: int = 0) -> SimulatedCopies:
-        copies = SimulatedCopies(share, seed)
-        monkeypatch.setattr(device_copies, "is_host", lambda device: False)
-        monkeypatch.setattr(device_copies, "DeviceCopies", lambda device: copies)
-        return copies
-
-    return make
+    return functools.partial(simulate_device, monkeypatch)
 
 
 def network(dtype=BF16) -> nn.Sequential:

@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.offload import device_copies
 from hf_lowprec.optim.offload.device_copies import DeviceCopies, Pair
 
 GARBAGE = 0xFF
@@ -103,6 +105,14 @@ class SimulatedCopies(DeviceCopies):
         for stream in (self._to_host, self._to_device):
             if stream.events and self._random.random() < self._share:
                 stream.run_until(stream.events[0])
+
+
+def simulate_device(patch: pytest.MonkeyPatch, share: float = 0.5, seed: int = 0) -> SimulatedCopies:
+    """Treat the CPU as a device; returns its copies."""
+    copies = SimulatedCopies(share, seed)
+    patch.setattr(device_copies, "is_host", lambda device: False)
+    patch.setattr(device_copies, "DeviceCopies", lambda device: copies)
+    return copies
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
