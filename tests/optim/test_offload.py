@@ -16,7 +16,7 @@ from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.offload import host_steps
 from hf_lowprec.optim.state.low_bits import fp32_state_dict
-from tests.support.optim.every_optimizer import every_mode
+from tests.support.optim.every_optimizer import MODES, OPTIONS
 from tests.support.optim.optimizer_contents import assert_equal, everything
 from tests.support.optim.simulated_copies import simulate_device
 from tests.support.random_numbers import randn
@@ -73,11 +73,12 @@ SHARES = [0.0, 0.5, 1.0]
 ELEMENTWISE = ("SGD", "AdamW", "Adam", "RAdam", "Lion", "Adan")
 
 
-@every_mode
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [(name, dtype, OPTIONS[name][0] | mode) for name in ELEMENTWISE for dtype, mode in MODES],
+    ids=str,
+)
 def test_weights_and_states_are_those_of_the_ordinary_step(simulate, name, dtype, options):
-    if name not in ELEMENTWISE:
-        pytest.skip("needs whole tensors")
-
     def make(params, **more):
         return ALGORITHMS[name](params, lr=0.01, **options, **more)
 
