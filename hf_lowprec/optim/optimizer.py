@@ -218,20 +218,27 @@ class LowPrecisionOptimizer(Algorithm):
         parameter_numbers.reset_numbers()
         if self.release is not None:
             self.grad_norm = self.release.end_step()
-            self._host_steps.finish()
+            self.finish_host_steps()
             return loss
         if self._stepped_parts:
-            self._host_steps.finish()
+            self.finish_host_steps()
             self._stepped_parts = False
             return loss
         with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
             norm = self.prepare_step(plan)
             with interrupts.deferred():
                 self.run_step(plan)
-                self._host_steps.finish()
+                self.finish_host_steps()
                 self._keep_norm(norm)
                 self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
         return loss
+
+    def finish_host_steps(self) -> None:
+        """With `offload_states`, wait until all that was given to the host is stepped; `step` ends with it.
+
+        Needed before weights or states are read between the backward pass and `step`, with `gradient_release`.
+        """
+        self._host_steps.finish()
 
     def begin_step_of_parts(self, norm: Tensor) -> None:
         """Begin a step that takes some parameters at a time, each with `step_part`. A call of `step` ends it.
@@ -301,7 +308,7 @@ class LowPrecisionOptimizer(Algorithm):
             store_means(fused_group)
             fused_group.count_step()
         if plan.contiguous_copies:
-            self._host_steps.finish()
+            self.finish_host_steps()
             plan.copy_back()
 
     def plan_step(self) -> StepPlan:
@@ -506,7 +513,7 @@ class LowPrecisionOptimizer(Algorithm):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self._clipping.pending = None
-        self._host_steps.finish()  # of a step that was not ended
+        self.finish_host_steps()  # of a step that was not ended
         super().zero_grad(set_to_none)
         if self.release is not None:
             self.release.forget_waiting()
@@ -561,7 +568,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
         self._spell_out_modes()
-        self._host_steps.finish()
+        self.finish_host_steps()
         for note in check_and_load(self, state_dict, super().load_state_dict):
             warnings.warn(note, RuntimeWarning, stacklevel=2)
 

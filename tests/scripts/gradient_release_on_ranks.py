@@ -2,25 +2,29 @@
 
 gradient_release_on_ranks.py KIND[,…] ROUNDING[-int8][,…]   (as same_batches.py has them)
 
-For each kind and rounding, rank 0 prints the digests of an ordinary run and of a released one, the largest share of the
-gradients that existed at once after the first step, and the norms by which `clip="delayed"` clips.
+Under DDP, states may be on the host. For each kind and rounding, rank 0 prints the digests of an ordinary run and of
+a released one, the largest share of the gradients that existed at once after the first step, and the norms by which
+`clip="delayed"` clips.
 """
 
 import sys
 from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.offload import host_steps
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.same_batches import build
 from tests.scripts.trainer_ranks import digest, text
+from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 STEPS = 3
-gradient_buckets.BUCKET_ELEMENTS = 4000  # of 44,000, or 93,000 with states in 8 bits
+gradient_buckets.BUCKET_ELEMENTS = host_steps.BUCKET_ELEMENTS = 4000  # of 44,000, or 93,000 with states in 8 bits
 
 
 class MostAlive:
@@ -58,6 +62,11 @@ def main(kinds: str, roundings: str) -> None:
     for kind, rounding in product(kinds.split(","), roundings.split(",")):
         ordinary, _, _ = train(kind, rounding)
         released, share, _ = train(kind, rounding, gradient_release=True)
+        if "ddp" in kind:
+            with pytest.MonkeyPatch.context() as patch:
+                simulate_device(patch, seed=dist.get_rank())
+                for options in ({}, {"gradient_release": True}):
+                    assert train(kind, rounding, offload_states=True, **options)[0] == ordinary, options
         _, _, norms = train(kind, rounding, gradient_release=True, clip="delayed", max_grad_norm=0.25)
         if dist.get_rank() == 0:
             print(kind, rounding, ordinary, released, f"{share:.3f}", *norms)

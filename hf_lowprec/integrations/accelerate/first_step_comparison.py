@@ -78,6 +78,8 @@ class FirstStepComparison:
         named = ((names[param], param) for param in trained)
         # Other optimizers may keep a different part of their state on each rank.
         with_its_state = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
+        if with_its_state is not None:
+            with_its_state.finish_host_steps()  # of parameters whose gradients were released
         difference = find_replica_difference(with_optimizer_states(named, with_its_state))
         of_ranks = gather_if_different(difference) or [difference]  # replicas of shards are in several groups
         if any(of_ranks):
