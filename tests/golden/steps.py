@@ -31,6 +31,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"momentum": 0.9, "nesterov": True},
         {},
     ],
+    "ScheduleFreeAdamW": [{"weight_decay": 0.1, "warmup_steps": 4}, {"betas": (0.5, 0.0), "eps": 1e-4}],
     "StableAdamW": [{}, {"weight_decay": 0.0, "eps": 1e-4}],
     # Whatever rounds the products of two steps with these coefficients, and in which order, gets the same bits. Without
     # momentum, or with an FP32 one, elements of one size stay so: BF16 states are rounded stochastically.
