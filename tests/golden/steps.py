@@ -24,6 +24,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "AdamW": [{"weight_decay": 0.1}, {"amsgrad": True}, {"betas": (0.0, 0.5), "eps": 1e-4}],
     "Adan": [{"weight_decay": 0.1}, {"no_prox": True, "weight_decay": 0.1}],
     "Lion": [{"weight_decay": 0.1}, {"betas": (0.5, 0.6)}],
+    "Prodigy": [
+        {"weight_decay": 0.1, "use_bias_correction": True, "d0": 0.1},
+        {"d_coef": 0.5, "safeguard_warmup": True, "d0": 0.1},
+    ],
     "RAdam": [{"weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
     "SGD": [
         {"momentum": 0.9, "weight_decay": 0.1},

@@ -19,7 +19,6 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.state.low_bits import add_to_weights
-from hf_lowprec.optim.state.state_dict_format import TRAIN_MODE
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.step_plan import StepPlan
@@ -69,7 +68,8 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
         **shared: Unpack[Shared],
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "warmup_steps": warmup_steps, "maximize": maximize}, **shared)
+        defaults |= {"warmup_steps": warmup_steps, "maximize": maximize, "train_mode": True}
+        super().__init__(params, defaults, **shared)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
@@ -128,7 +128,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
 
     def prepare_step(self, plan: StepPlan) -> Tensor | None:
         """See the base class. Raises RuntimeError if the parameters hold the averages."""
-        if not all(group.get(TRAIN_MODE, True) for group in self.param_groups):
+        if not all(group.get("train_mode", True) for group in self.param_groups):
             raise RuntimeError("the parameters hold the averages x: call optimizer.train() before the forward pass")
         return super().prepare_step(plan)
 
@@ -146,11 +146,11 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
             self.release.check_between_steps("train()" if train else "eval()")
         with interrupts.deferred():
             for group in self.param_groups:
-                if group.get(TRAIN_MODE, True) == train:
+                if group.get("train_mode", True) == train:
                     continue
                 factor = (1 / group["betas"][0] - 1) * (1 if train else -1)  # y - x = (1/β1 - 1)·(z - y)
                 for param in group["params"]:
                     if state := self.state.get(param):
                         change = local_shard(decoded_states(state)["z_minus_y"])
                         add_to_weights(param, state, change, factor)
-                group[TRAIN_MODE] = train
+                group["train_mode"] = train

@@ -37,10 +37,7 @@ NORM_BEFORE = "norm_before"
 SKIPPED_STEPS = "skipped_steps"
 """Key of the first group: how many steps `skip_nonfinite` has left out; missing if none."""
 
-TRAIN_MODE = "train_mode"
-"""Key of groups: false while the parameters hold averages, see `ScheduleFreeAdamW`; missing if they never have."""
-
-ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE, SKIPPED_STEPS, TRAIN_MODE)
+ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE, SKIPPED_STEPS)
 """Optional keys of param groups. They are saved in the header, since distributed checkpoints fail on a key that they
 lack."""
 
@@ -67,7 +64,6 @@ _CARRIED: dict[str, Any] = {
     "first_parameter": (int, type(None)),
     NORM_BEFORE: float,
     SKIPPED_STEPS: int,
-    TRAIN_MODE: bool,
 }
 """The keys of that string, and the types of their values."""
 

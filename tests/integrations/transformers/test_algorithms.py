@@ -30,7 +30,9 @@ def test_a_trainer_learns_and_resumes_bit_for_bit(tmp_path, algorithm, mode):
         assert all(torch.equal(ours[key], other[key]) for key in ours)
 
 
-@pytest.mark.parametrize("settings", [{"save_strategy": "steps", "save_steps": 6}, LOAD_BEST], ids=["saves", "loads best"])
+@pytest.mark.parametrize(
+    "settings", [{"save_strategy": "steps", "save_steps": 6}, LOAD_BEST], ids=["saves", "loads best"]
+)
 def test_a_trainer_saves_and_ends_with_averages(tmp_path, settings):
     trainer = trained(tmp_path, optim="schedulefreeadamw_bf16_split", lr_scheduler_type="constant", **settings)
     saved = load_file(tmp_path / "checkpoint-12" / "model.safetensors")
