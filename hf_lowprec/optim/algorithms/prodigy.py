@@ -135,26 +135,24 @@ class Prodigy(LowPrecisionOptimizer):
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
         change = exp_avg * scalars.step_size / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.decay
-        moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        return -change, {
-            **moments,
-            "s": _sum_of_gradients(grad, state, scalars),
-            "p0_minus_p": state.p0_minus_p + change,
-        }
+        sums = {"s": _sum_of_gradients(grad, state, scalars), "p0_minus_p": state.p0_minus_p + change}
+        return -change, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **sums}
 
     def run_step(self, plan: StepPlan) -> None:
         """Step the plan's parameters, and estimate the next d."""
-        first, slope, size, skipped = self.param_groups[0], 0.0, 0.0, False
-        for group in (backend_step.fused_group for backend_step in plan.backend_steps):
-            assert group.per_param_scalars is not None
-            sums = (group.per_param_scalars.double() * group.full_sizes[:, None]).sum(0).tolist()
-            slope, size, skipped = slope + sums[0], size + sums[1], skipped or group.skipped
+        slope, size, skipped = 0.0, 0.0, False
+        for fused_group in (backend_step.fused_group for backend_step in plan.backend_steps):
+            assert fused_group.per_param_scalars is not None
+            sums = (fused_group.per_param_scalars.double() * fused_group.full_sizes[:, None]).sum(0).tolist()
+            slope, size, skipped = slope + sums[0], size + sums[1], skipped or fused_group.skipped
         super().run_step(plan)
+        if not (size > 0 and math.isfinite(slope)) or skipped:
+            return
+        first = self.param_groups[0]
         numerator = first["betas"][1] ** 0.5 * first["d_numerator"] + slope
-        if size > 0 and math.isfinite(numerator) and not skipped:
-            d = max(first["d"], first["d_coef"] * numerator / size)
-            for each in self.param_groups:
-                each.update(d=d, d_numerator=numerator)
+        d = max(first["d"], first["d_coef"] * numerator / size)
+        for group in self.param_groups:
+            group.update(d=d, d_numerator=numerator)
 
 
 def _sum_of_gradients(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:

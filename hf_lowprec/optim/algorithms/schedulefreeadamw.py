@@ -36,7 +36,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
 
     States: `exp_avg_sq` and `z_minus_y`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with `"split24"`; `step`, an
-    int64 scalar. Of the modes, choose `split` or `kahan`: averages do not correct what rounding adds to weights.
+    int64 scalar.
 
     Bytes per parameter, gradient included: 10 with `kahan` and `split`, 9 with `split24`, 8 with the other modes. FP32
     parameters take 16.

@@ -37,6 +37,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 """Options of each algorithm; the first go with every mode, each of the others with Kahan summation."""
 
+NEED_ALL_GRADIENTS = ("Prodigy",)
+"""Algorithms that release no gradients."""
+
 MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BF16, {"rounding": "kahan"}),
     (BF16, {"rounding": "split"}),
