@@ -1,4 +1,4 @@
-"""Prodigy against Algorithm 4 of Mishchenko and Defazio (arXiv:2306.06101), written out in FP64 with the first weights."""
+"""Prodigy against Algorithm 4 of Mishchenko and Defazio (arXiv:2306.06101), written out in FP64."""
 
 import copy
 import math
@@ -87,10 +87,10 @@ def test_fp32_parameters_get_the_papers_formula(backend, options):
 
 @pytest.mark.parametrize(("dtype", "rounding"), MODES)
 def test_states_in_16_bits_estimate_the_same_d(dtype, rounding):
-    """d is a quotient of sums over 1000 elements, whose states have rounding errors of at most 2⁻⁸ in each of 100 steps.
+    """d is a quotient of sums over 1000 elements, whose states are off by at most 2⁻⁸ more after each of 100 steps.
 
-    These are random, so each sum is off by about √(100/1000) · 2⁻⁸, 0.0012; d by four times that at most. Measured with
-    four seeds: 0.0005.
+    The errors are random, so each sum is off by about √(100/1000) · 2⁻⁸, 0.0012; d by four times that at most.
+    Measured with four seeds: 0.0005.
     """
     params = parameters(dtype)
     optimizer, paper = Prodigy(params, rounding=rounding), Paper(params)

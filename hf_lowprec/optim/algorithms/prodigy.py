@@ -1,8 +1,8 @@
 """Prodigy (Mishchenko and Defazio, arXiv:2306.06101, Alg. 4): Adam with a learning rate that it estimates itself.
 
-The estimate d is a quotient of sums over all parameters. The paper's numerator contains `p0 - p`, the way from the first
-weights. It is kept as a state and not computed from a copy of the first weights: it starts at zero, and is stored as
-well as a moment.
+The estimate d is a quotient of sums over all parameters. Its numerator contains `p0 - p`, the way from the first
+weights. That is a state, in place of a copy of the first weights: it starts at zero, and BF16 is as good for it as for
+a moment.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Prodigy(LowPrecisionOptimizer):
         maximize: maximize the objective instead of minimizing it.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
-    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer". A step waits for two sums
-    from the device, and needs all gradients: `capturable` and `gradient_release` raise ValueError.
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer". A step needs all
+    gradients, and waits for two sums from the device: `capturable` and `gradient_release` raise ValueError.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Prodigy(LowPrecisionOptimizer):
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, and factors with d."""
-        (beta1, beta2), d0 = group["betas"], group["d0"]
-        d = self.param_groups[0].get("d", d0)  # missing while the optimizer is built
+        (beta1, beta2), d0, first = group["betas"], group["d0"], self.param_groups[0]
+        d = first["d"] if "d" in first else d0  # missing while the optimizer is built
         rate = d * lr * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["use_bias_correction"] else 1)
         return {
             "beta1": beta1,

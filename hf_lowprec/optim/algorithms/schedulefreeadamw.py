@@ -1,8 +1,8 @@
 """Schedule-Free AdamW (Defazio et al., arXiv:2405.15682, Alg. 1): averages weights in place of a schedule.
 
-The paper has three sequences of weights: steps are taken from z, gradients are computed at y, and x, the average of z, is
-the result, with `y = (1-β1)·z + β1·x`. The parameter holds y. The state is `z - y = β1·(z - x)`, not z: it starts at
-zero and is as small as a few steps, so that BF16 is as good for it as for a moment. Rounding z would round weights.
+The paper has three sequences of weights: steps are taken from z, gradients are computed at y, and x, the average of z,
+is the result, with `y = (1-β1)·z + β1·x`. The parameter holds y. The state is `z - y = β1·(z - x)`, not z: it starts at
+zero and is as small as a few steps, so BF16 is as good for it as for a moment. To round z would be to round weights.
 """
 
 from __future__ import annotations
