@@ -36,6 +36,7 @@ TESTS = [
     "tests/optim/test_ragged_chunks.py",
     "tests/gpu/test_capture_on_gpu.py",
     "tests/gpu/test_step_on_gpu.py",
+    "tests/gpu/test_offload_on_gpu.py",
     "tests/gpu/test_mean_on_gpu.py",
     "tests/gpu/test_fsdp2_on_gpu.py",
     "tests/optim/test_backends.py",

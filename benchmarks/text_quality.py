@@ -122,7 +122,9 @@ def other_paths(stage: Stage, seed: int, paths: int, output_dir: Path) -> list[f
     return [train_variant(fp32, build(path), blocks, settings, output_dir).final for path in range(paths)]
 
 
-def markdown(recorded: Sequence[Numbers], apart: Sequence[float], variants: Mapping[str, Variant]) -> str:
+def markdown(
+    recorded: Sequence[Numbers], apart: Sequence[float], variants: Mapping[str, Variant] = BY_OPTIMIZER["adamw"]
+) -> str:
     """A table, with the mean start of a stage's FP32 runs for scale, and how far FP32's other paths ended.
 
     Args:

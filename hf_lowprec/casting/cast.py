@@ -26,7 +26,7 @@ def cast_model(
     **Kept in FP32**, with every module that shares a tied weight with one of them:
 
     - norms, by class or by name;
-    - rotary embeddings, and other modules with a buffer named `inv_freq`;
+    - rotary embeddings, Fourier features, and other modules with a buffer named `inv_freq`;
     - loss modules, by name, if they have no parameters or only scalar ones (a temperature);
     - the modules listed in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
     - a few transformers classes whose code computes in FP32;
@@ -39,9 +39,10 @@ def cast_model(
       return FP32; a head is what `get_output_embeddings()` returns, or the model's last layer if `keep_fp32` names it.
     - A model that holds 16-bit tensors, and each model inside it, rounds the activations among its arguments to
       `dtype`. Labels, targets, positions, timesteps, weights, counts and all tensors with fewer than two dimensions are
-      not rounded. Values that a module computes from such FP32 numbers are FP32, so on the first call that passes some,
-      its children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`, and
-      before any `torch.compile` if a model outside transformers takes integer timesteps.
+      not rounded; timesteps and guidance scales are not even where the `forward` of a model outside transformers
+      converts them. Values that a module computes from such FP32 numbers are FP32, so on the first call that passes
+      some, its children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`,
+      and before any `torch.compile` if a model outside transformers takes integer timesteps.
     - The `loss_function` of transformers models computes in FP32, and so do the distributions that they predict, and
       torch's loss functions while your own `forward` runs, if it names one of them.
     - If torch raises an error about mixed dtypes in a call of the model, the message also names the module and the

@@ -55,29 +55,29 @@ class ParameterSamples:
         self.sizes = [param.numel() for param in params]
         self.strides = [_stride(param, size) for param in params]
         self.counts = [-(-numel // stride) for numel, stride in zip(self.sizes, self.strides, strict=True)]
-        self._pads: dict[torch.dtype, list[Tensor]] = {}
+        self._pads: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self._views: dict[str, tuple[list[int], list[Tensor]]] = {}
 
     def gather(self, tensors: Sequence[Tensor], name: str | None = None) -> Tensor:
         """The sampled elements.
 
         Args:
-            tensors: one tensor for each parameter, of its shape; all of one dtype.
+            tensors: one tensor for each parameter, of its shape; all of one dtype and device.
             name: a name under which views of the tensors are kept for the next call; None for tensors that will have
                 been replaced by then.
 
         Returns:
-            Matrix of shape (parameters, size) in the tensors' dtype.
+            Matrix of shape (parameters, size) in the tensors' dtype, on the parameters' device.
         """
         if name is None:
-            return torch.cat(self._new_views(tensors)).view(-1, self._size)
+            return torch.cat(self._new_views(tensors)).view(-1, self._size).to(self._device)
         addresses = list(map(Tensor.data_ptr, tensors))
         kept = self._views.get(name)
         if kept is None or kept[0] != addresses:
             if not all(map(Tensor.is_contiguous, tensors)):  # their "views" are copies
                 return self.gather(tensors)
             kept = self._views[name] = addresses, self._new_views(tensors)
-        return torch.cat(kept[1]).view(-1, self._size)
+        return torch.cat(kept[1]).view(-1, self._size).to(self._device)
 
     def gather_of_blocks(self, tensors: Sequence[Tensor], block: int) -> Tensor:
         """Gather the elements of tensors that belong to the blocks of the sampled elements.
@@ -91,7 +91,7 @@ class ParameterSamples:
         """
         matrix = torch.zeros(len(tensors), self._size, dtype=tensors[0].dtype, device=self._device)
         for row, (tensor, count) in enumerate(zip(tensors, self.counts, strict=True)):
-            matrix[row, :count] = tensor.view(-1)[self.positions[row, :count] // block]
+            matrix[row, :count] = tensor.view(-1)[self.positions[row, :count].to(tensor.device) // block]
         return matrix
 
     def gather_row(self, row: int, tensor: Tensor) -> Tensor:
@@ -106,10 +106,11 @@ class ParameterSamples:
         shapes = zip(tensors, self.counts, self.strides, strict=True)
         views = [tensor.as_strided((count,), (stride,)) for tensor, count, stride in shapes]
         if self._is_padded:
-            if dtype not in self._pads:
-                zeros = torch.zeros(self._size, dtype=dtype, device=self._device)
-                self._pads[dtype] = [zeros[count:] for count in self.counts]
-            views = [part for pair in zip(views, self._pads[dtype], strict=True) for part in pair]
+            key = dtype, tensors[0].device
+            if key not in self._pads:
+                zeros = torch.zeros(self._size, dtype=dtype, device=key[1])
+                self._pads[key] = [zeros[count:] for count in self.counts]
+            views = [part for pair in zip(views, self._pads[key], strict=True) for part in pair]
         return views
 
     @cached_property

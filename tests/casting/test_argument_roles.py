@@ -53,6 +53,7 @@ def test_activations_have_two_dimensions(name: str) -> None:
         ("weighted", "activation"),
         ("attention_mask", "mask"),
         ("image_embeds_position_mask", "mask"),
+        ("encoder_hidden_states_t5", "activation"),
         ("start_Labels", "reference"),
         ("target_boxes", "reference"),
         ("labels.masks", "reference"),
@@ -73,7 +74,7 @@ def test_every_word_stands_once() -> None:
     assert len(words) == len(set(words)) and all(word.isalpha() and word.islower() for word in words)
 
 
-@pytest.mark.parametrize("name", ["t", "time", "timesteps", "timestep", "diffusion_step", "inner.timesteps"])
+@pytest.mark.parametrize("name", ["t", "time", "timesteps", "timestep", "guidance", "a_step", "inner.timesteps"])
 def test_points_in_time(name: str) -> None:
     assert is_time(name)
 

@@ -80,6 +80,25 @@ class TestExceptions:
         kept = nn.Sequential(nn.Conv2d(3, 3, 1), HieraPatchEmbeddings())
         assert "1.projection" not in cast_model(kept, keep_fp32="1").inputs
 
+    def test_inputs_that_follow_the_dtype_of_a_norm(self) -> None:
+        class Decoder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(4, 4)
+                self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.Linear(4, 4)])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.first(x).to(next(iter(self.blocks.parameters())).dtype)
+                for block in self.blocks:
+                    x = x.float() + block(x)
+                return x
+
+        model = Decoder()
+        report = cast_model(model)
+        assert set(report.inputs) == {"", "first", "blocks.0", "blocks.1"}
+        model(torch.randn(2, 4)).sum().backward()
+        assert model.blocks[1].weight.grad is not None
+
     @pytest.mark.parametrize("name", [*CLASSES_COMPUTING_IN_FP32, *CLASSES_CALLED_WITH_FP32, *CLASSES_RETURNING_FP32])
     def test_every_name_is_a_class_of_transformers(self, name: str) -> None:
         name, _, child = name.partition(".")
@@ -119,6 +138,22 @@ class TestFrequencies:
         report = cast_model(model)
         assert torch.equal(positions.inv_freq, exact) and "1" in report.kept and not report.boundaries
         assert model(torch.randn(1, 4, 32)).dtype == BF16
+
+    def test_of_fourier_features(self) -> None:
+        class GaussianFourierProjection(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(1, 4) * 16, requires_grad=False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (x[:, None] @ self.weight).sin()
+
+        features = GaussianFourierProjection()
+        exact = features.weight.clone()
+        model = nn.Sequential(features, nn.Linear(4, 4))
+        report = cast_model(model)
+        assert torch.equal(features.weight, exact) and "Fourier" in report.kept["0"] and report.boundaries == ("0",)
+        assert model(torch.rand(3, dtype=BF16)).dtype == BF16
 
     def test_are_recomputed_from_the_config(self) -> None:
         positions = Positions(transformers.LlamaConfig(hidden_size=32))

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from hf_lowprec.casting import cast_model, return_float32, uncast_model
 from tests.support.models import tiny_models
-from tests.support.models.diffusion_models import DiT, Preconditioned, UNet
+from tests.support.models.diffusion_models import Converting, DiT, Preconditioned, UNet
 from tests.support.models.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
 from tests.support.processes import forkserver
 
@@ -64,6 +66,10 @@ class TestTokenCounts:
         assert abs(scale - 256 / 257) < UNIT / 8
 
 
+def same(passed: Tensor, value: Tensor) -> bool:
+    return passed.data_ptr() == value.data_ptr() and passed.dtype == value.dtype
+
+
 class TestPassed:
     NAMES = ("class_weights", "pos_weight", "sample_weight", "temperature", "timesteps", "sigmas", "cond", "x")
 
@@ -76,7 +82,7 @@ class TestPassed:
             model(given, value, [value], **({} if name == "x" else {name: value}))
             x, rest, named = model.got
             assert x["inner"] is given["inner"] and x["other"].dtype == BF16
-            assert rest[0] is rest[1][0] is value and all(v is value for v in named.values())
+            assert rest[0] is rest[1][0] is value and all(same(v, value) for v in named.values())
 
     @pytest.mark.parametrize("name", ["sample_weight", "timesteps", "positions", "bbox", "sigma"])
     def test_of_more_dimensions_by_name(self, name: str) -> None:
@@ -84,7 +90,7 @@ class TestPassed:
         cast_model(model)
         model({name: value, "x": value}, **{name: value, "pixels": value})
         x, _, named = model.got
-        assert x[name] is named[name] is value and x["x"].dtype == named["pixels"].dtype == BF16
+        assert x[name] is value and same(named[name], value) and x["x"].dtype == named["pixels"].dtype == BF16
 
     def test_layers_of_torch_take_activations_of_any_shape(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -207,7 +213,7 @@ def test_a_temperature() -> None:
 
 
 IMAGE = (2, 3, 8, 8)
-DIFFUSION: dict[str, tuple[type[nn.Module], dict[str, Tensor]]] = {
+DIFFUSION: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "DiT": (DiT, {"t": torch.tensor([999.0, 257.0]), "y": torch.tensor([0, 1])}),
     "UNet": (UNet, {"time": torch.tensor([999.0, 257.0])}),
     "UNet of columns": (UNet, {"time": torch.tensor([[999.0], [257.0]])}),
@@ -215,6 +221,8 @@ DIFFUSION: dict[str, tuple[type[nn.Module], dict[str, Tensor]]] = {
     "UNet, integer timesteps": (UNet, {"time": torch.tensor([999, 257])}),
     "UNet, one integer timestep": (UNet, {"time": torch.tensor(999, dtype=torch.int32)}),
     "EDM": (Preconditioned, {"sigma": torch.tensor([0.0123, 79.9])}),
+    "Flux": (partial(Converting, 1000.0), {"timestep": torch.tensor([0.7123, 0.2571])}),
+    "Bria, integer timestep": (partial(Converting, 1.0), {"timestep": torch.tensor(999)}),
 }
 
 
@@ -252,9 +260,24 @@ class TestDiffusion:
         assert model(**batch).dtype == FP32
 
 
-def test_compiled() -> None:
+def test_layers_round_timesteps() -> None:
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, 4)
+
+        def forward(self, t: Tensor) -> Tensor:
+            return self.linear(t.to(self.linear.weight.dtype).unsqueeze(1))
+
+    model = Line()
+    cast_model(model)
+    assert model(torch.tensor([0.3, 0.7])).dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["EDM", "Flux"])
+def test_compiled(name: str) -> None:
     torch.compiler.reset()
-    model, batch = built("EDM")
+    model, batch = built(name)
     cast_model(model)
     compiled: Any = torch.compile(copy.deepcopy(model), backend="eager")
     assert torch.equal(compiled(**batch), model(**batch))

@@ -8,6 +8,7 @@ from transformers import Trainer, TrainingArguments, ViTConfig
 from hf_lowprec.tools.cli.estimate_fit import print_table
 from hf_lowprec.tools.estimate.fit import OPTIONS, Fit, Setting
 from tests.support.command_output import hf_lowprec, refused
+from tests.support.optim.simulated_copies import simulate_device
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 GIB = 1 << 30
@@ -42,14 +43,16 @@ def test_what_is_missing_is_said_if_nothing_fits(folder):
     assert result.exit_code == 1 and "→" not in result.output and "TrainingArguments" not in result.output
     data = json.loads((as_json := run(folder, "--gpu-memory", 1, "--json")).output)
     assert as_json.exit_code == 1 and data["best"] is None
-    assert "Nothing fits: 1.00 GiB are missing for stochastic, 8-bit states" in result.output
+    assert "Nothing fits: 1.00 GiB are missing for split, states on the host" in result.output
     assert "LoRA of rank 2 takes 0.00 GiB per GPU" in result.output
 
 
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.title)
-def test_the_lines_to_paste_train(tmp_path, capsys, option, sync):
-    print_table("title", Fit([Setting(option, 4, 1, sync, GIB, -1, GIB)], GIB, GIB), 80, lora=16)
+def test_the_lines_to_paste_train(tmp_path, capsys, monkeypatch, option, sync):
+    if "offload_states" in option.optim_args:
+        simulate_device(monkeypatch)
+    print_table("title", Fit([Setting(option, 4, 1, sync, GIB, -1, GIB, GIB)], GIB, GIB), 80, lora=16)
     printed = capsys.readouterr().out
     assert ("use a warmup" in printed) == ("clip=delayed" in option.optim_args)
     names = {"TrainingArguments": lambda **settings: arguments(**{**settings, "tmp_path": tmp_path, "max_steps": 1})}

@@ -152,6 +152,12 @@ def losses_at_a_glance() -> list[str]:
     return [row(*(losses[stage, label] for label in shown)) for stage in ("pretraining", "fine-tuning")]
 
 
+def losses_of_diffusion() -> list[str]:
+    by_seed = {name: found.values() for name, found in result("diffusion-quality")["losses"].items()}
+    losses = {name: f"{mean(mean(of['fine-tuning']) for of in seeds):.4f}" for name, seeds in by_seed.items()}
+    return [row(losses["fp32"], losses["split"], "", losses["sr"], losses["nearest"]).replace("  ", " ")]
+
+
 def accuracies_of_encoder() -> list[str]:
     found, over_seeds = [], module("classification").over_seeds
     for file in ("2026-11-22-bf16-states", "2026-11-23-8-bit-states"):
@@ -258,17 +264,24 @@ def fit(page: str, *words: object) -> tuple[dict[str, Any], str]:
         return data, " ".join(hf_lowprec(*command).output.replace(folder, name).split())
 
 
+RELEASED = "state_dtype=int8,gradient_release=True,clip=delayed"
+
+
 def one_gpu() -> list[str]:
     page, found = "docs/guides/8b-on-one-gpu.md", []
     gib = {memory: fit(page, "--gpu-memory", memory) for memory in (80, 48, 24, 16)}
-    for memory, words in ((80, "split, the [recommended"), (48, "split24, 8-bit states, gradient release |")):
+    best = {80: "split, the [recommended", 48: "split24, 8-bit states, gradient release |"}
+    best[24] = "Adafactor, stochastic, gradient release |"
+    for memory, words in best.items():
         data, text = gib[memory]
         found += [f"| {memory} GB | {words}", f"| {data['settings'][data['best']]['peak_per_gpu'] / 2**30:.2f} |"]
         assert f"→ {words.partition(',')[0]}" in text
-    for memory in (24, 16):
-        missing = min(setting["missing"] for setting in gib[memory][0]["settings"]) / 2**30
-        found.append(f"| {memory} GB | none: {missing:.2f} GiB are missing")
-    _, split, *_, least = gib[80][0]["settings"]
+    missing = min(setting["missing"] for setting in gib[16][0]["settings"]) / 2**30
+    found.append(f"| 16 GB | none: {missing:.2f} GiB are missing")
+    (least,) = (s for s in gib[80][0]["settings"] if (s["optim"], s["optim_args"]) == ("adamw_bf16_sr", RELEASED))
+    split, on_host = gib[80][0]["settings"][1], gib[80][0]["settings"][-1]
+    sizes = (on_host["peak_per_gpu"] / 2**30, on_host["host"] / 2**30)
+    found.append("in {:.2f} GiB of the GPU and {:.2f} GiB of host memory".format(*sizes))
     found += [f"takes {split['checkpoint'] / 2**30:.2f} GiB with split weights, {least['checkpoint'] / 2**30:.2f} GiB"]
     found += [f"{gib[80][0]['load_in_fp32'] / 2**30:.2f} GiB for the model in FP32", gib[80][1]]
     _, split, in_8_bits, *_ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)[0]["settings"]
@@ -312,6 +325,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ),
     ("docs/performance/other-packages.md", compared_packages),
     ("docs/performance/index.md", losses_at_a_glance),
+    ("docs/performance/index.md", losses_of_diffusion),
     ("docs/performance/accuracy.md", losses_on_text),
     ("docs/performance/accuracy.md", accuracies_of_encoder),
     ("docs/performance/accuracy.md", displacements_with_split_weights),
@@ -327,7 +341,8 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/training.md", table("checkpoint_checksums", "checkpoint-checksums")),
     ("docs/performance/training.md", table("import_time", "import-time")),
     ("docs/performance/training.md", import_times),
-    ("docs/guides/hosts.md", diffusers_models),
+    ("docs/guides/diffusion.md", diffusers_models),
+    ("docs/guides/diffusion.md", table("diffusion_quality", "diffusion-quality")),
 ]
 """Pages, and what must be in them."""
 

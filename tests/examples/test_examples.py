@@ -102,6 +102,18 @@ def test_launch_configurations(tmp_path, name, ranks, kind):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--kind", "unet"), ("--lora",)])
+def test_diffusion_learns(tmp_path, options):
+    pytest.importorskip("diffusers")
+    out = run("diffusion.py", "--output", tmp_path, *options)
+    before, after = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", out).groups())
+    # Predicting no noise costs 1; adapters of random weights learn little more than that.
+    assert after < (0.5 if "unet" in options else 1.05) and before > 1.2
+    saved = load_file(next(tmp_path.glob("*.safetensors")))
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
 @pytest.mark.every_case
 @pytest.mark.slow
 def test_the_accelerate_loop_saves_what_it_knows(tmp_path):
@@ -132,4 +144,4 @@ def test_the_accelerate_loop_saves_a_sharded_model(tmp_path):
 
 def test_every_example_is_run_here():
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"smoke"}
-    assert scripts == {*RECIPES, "accelerate_loop"}
+    assert scripts == {*RECIPES, "accelerate_loop", "diffusion"}

@@ -89,9 +89,9 @@ def environment(name: str, host: dict[str, Any]) -> str:
         if "remove" in host:
             pip(python, "uninstall", "--yes", *host["remove"])
         stamp.write_text(wanted)
-    # Makes importable what the scripts share; after the environment's own packages.
+    # Makes importable what the scripts share, and `tests`; after the environment's own packages.
     shared = next(folder.glob("lib/python*/site-packages")) / "shared_with_tests.pth"
-    shared.write_text(f"{HERE / 'shared'}\n{ROOT / 'tests' / 'support' / 'training'}\n")
+    shared.write_text(f"{HERE / 'shared'}\n{ROOT / 'tests' / 'support' / 'training'}\n{ROOT}\n")
     pip(python, "uninstall", "--yes", "hf-lowprec")
     return python
 

@@ -1,14 +1,15 @@
-"""timm: a ViT, a ResNet and a ConvNeXt, compared with FP32 training; `create_optimizer_v2`, `ModelEmaV3`."""
+"""timm: a ViT, a ResNet and a ConvNeXt, and torchvision's ResNet, against FP32; `create_optimizer_v2`, `ModelEmaV3`."""
 
 import cpu_torchvision  # noqa: F401
 import timm
 import torch
-from fp32_comparison import compare_with_fp32
+from fp32_comparison import check_one_step, compare_with_fp32
 from timm.optim import OptimInfo, create_optimizer_v2
 from timm.optim._optim_factory import default_registry
 from timm.utils import ModelEmaV3
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torchvision.models.resnet import BasicBlock, ResNet
 
 import hf_lowprec
 
@@ -29,8 +30,10 @@ def loss_of(images: torch.Tensor, labels: torch.Tensor):
 
 
 torch.manual_seed(0)
-for name, sizes in MODELS.items():
-    model = timm.create_model(name, pretrained=False, num_classes=10, **sizes)
+built = {name: timm.create_model(name, pretrained=False, num_classes=10, **sizes) for name, sizes in MODELS.items()}
+built["resnet of torchvision"] = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
+for name, model in built.items():
+    check_one_step(model, {"x": torch.randn(8, 3, 32, 32)})
     batches = [loss_of(torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))) for _ in range(4)]
     compare_with_fp32(name, model, batches * 6, optimizer_of)
 

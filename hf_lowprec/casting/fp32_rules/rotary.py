@@ -1,4 +1,4 @@
-"""Rotary embeddings and other tables of frequencies stay in FP32: BF16 would round the frequencies.
+"""Rotary embeddings, Fourier features and other tables of frequencies stay in FP32: BF16 would round the frequencies.
 
 Tables that had been rounded before the cast are recomputed from the config.
 """
@@ -15,13 +15,16 @@ from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _NAME = re.compile(r"Rotary|Rope\w*Embedding", re.IGNORECASE)
+_FOURIER = re.compile(r"Fourier(Projection|Embedding|Features)$")
 _FREQUENCIES = re.compile(r"(\w+_)?inv_freq")
 
 
 def rotary_embeddings(tree: ModuleTree) -> Fp32Parts:
-    """Keep every rotary embedding and every table of frequencies."""
-    class_names = {name: type(module).__name__ for name, module in tree.modules.items() if is_rotary(module)}
-    return Fp32Parts({name: Reason("rotary", f"rotary ({class_name})") for name, class_name in class_names.items()})
+    """Keep every rotary embedding, every table of frequencies and, with hooks, every module of Fourier features."""
+    class_names = {name: type(module).__name__ for name, module in tree.modules.items()}
+    rotary = {name: f"rotary ({class_names[name]})" for name, module in tree.modules.items() if is_rotary(module)}
+    fourier = {name: f"Fourier features ({cls})" for name, cls in class_names.items() if _FOURIER.search(cls)}
+    return Fp32Parts({name: Reason("rotary", text) for name, text in (fourier | rotary).items()})
 
 
 def is_rotary(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 _TIMES = "t ts time times timestep timesteps timestamp timestamps step steps second seconds"
 NUMBERS = {
     "weight weights": "weigh classes, samples or tokens in a loss",
+    "guidance": "how strongly a diffusion follows its prompt",
     "temperature temperatures scale scales rate rates": "multiply or divide what the model computes",
     _TIMES: "points in time",
     "sigma sigmas alpha alphas beta betas snr noise": "the schedule of a diffusion, and what it mixes in and predicts",
@@ -34,7 +35,7 @@ COMPUTED = {
 """Words that mark an argument as an activation even if it contains a word of `NUMBERS`."""
 
 _NUMBERS, _COMPUTED = (frozenset(" ".join(table).split()) for table in (NUMBERS, COMPUTED))
-_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_WORDS = re.compile(r"t5|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 Role = Literal["activation", "mask", "number", "reference"]
 
@@ -75,10 +76,18 @@ def names_numbers(name: str) -> bool:
     return _names_numbers(words) or not {"freq", "freqs", "frequency", "frequencies"}.isdisjoint(words)
 
 
-@functools.lru_cache(maxsize=4096)
+@torch.compiler.assume_constant_result
 def is_time(name: str) -> bool:
-    """Return whether an argument holds timesteps, by its name's last word: `timesteps` and `t`, but not `time_ids`."""
-    return not set(words_of(name)[-1:]).isdisjoint(_TIMES.split())
+    """Return whether an argument holds timesteps, by its name's last word: `timesteps` and `t`, but not `time_ids`.
+
+    Or a guidance scale, which diffusion models embed as they embed timesteps.
+    """
+    return _is_time(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_time(name: str) -> bool:
+    return not set(words_of(name)[-1:]).isdisjoint({"guidance", *_TIMES.split()})
 
 
 def _names_numbers(words: list[str]) -> bool:
@@ -92,5 +101,8 @@ def _names_numbers(words: list[str]) -> bool:
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a name in their order, split at underscores, dots, digits and capitals, in lower case."""
+    """The words of a name in their order, split at underscores, dots, digits and capitals, in lower case.
+
+    T5 is a text encoder, not a time.
+    """
     return [word.lower() for word in _WORDS.findall(name)]

@@ -18,6 +18,7 @@ from hf_lowprec.casting.fp32_rules.listed_classes import (
 )
 from hf_lowprec.casting.fp32_rules.losses import is_loss, modules_with_torch_losses
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
+from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, names_in_forward
 from hf_lowprec.casting.hooks.loss_hooks import calls_loss_function, has_loss_function
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, output_embeddings
 from hf_lowprec.casting.module_tree import ModuleTree
@@ -154,8 +155,13 @@ def torch_loss_hooks(tree: ModuleTree) -> Iterator[HookPlan]:
 
 
 def downcast_input_hooks(tree: ModuleTree, heads: OutputHeads, dtype: torch.dtype) -> Iterator[HookPlan]:
-    """The model, the models inside it and a few known modules round the activations among their inputs."""
+    """The model, the models inside it and modules that are given FP32 round the activations among their inputs."""
     reasons = {name: _reason_for_fp32_inputs(tree, name) for name in tree.modules}
+    for name, module in tree.modules.items():
+        # A norm's dtype, if that has the first parameter: `x.to(next(self.blocks.parameters()).dtype)`.
+        if {"parameters", "dtype"} <= names_in_forward(module) and not is_code_of_transformers(module):
+            for part in called_children(tree, name):
+                reasons[part] = reasons[part] or "called with the dtype of some parameter"
     reasons = {name: why for name, why in reasons.items() if why and tree.computes_in(name, dtype)}
     before_head = dict.fromkeys(heads.written_before, "written before an output head, whose output is FP32")
     for name, reason in (before_head | reasons).items():

@@ -1,6 +1,7 @@
 """The hook that rounds the activations among a model's inputs to 16 bits; all other arguments pass unchanged.
 
-Which arguments are activations is decided in `argument_roles.py`.
+Which arguments are activations is decided in `argument_roles.py`. Timesteps also stay as they are where the `forward`
+of a model converts them to the dtype of its activations.
 """
 
 import functools
@@ -16,6 +17,7 @@ from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, uses_
 from hf_lowprec.casting.hooks.module_hooks import convert_floats, install_output_upcast, remove_hooks
 from hf_lowprec.casting.model_parts import called_children, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 # They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
@@ -34,13 +36,34 @@ def losses_mix_dtypes() -> bool:
     return True
 
 
+class ExactTimes(Tensor):
+    """Timesteps of which a conversion to 16 bits makes FP32.
+
+    Diffusion models write `timestep.to(hidden_states.dtype) * 1000` and compute sines of that, in FP32.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
+            result = func(*args, **(kwargs or {}))
+            if func in _CONVERSIONS and result.dtype in LOW_PRECISION_DTYPES:
+                result = args[0].to(result.device, torch.float32)
+            return result.as_subclass(cls) if func in _KEEP_TIMES else result
+
+
+_CONVERSIONS = {Tensor.to, Tensor.type_as, Tensor.bfloat16, Tensor.half}
+_KEEP_TIMES = _CONVERSIONS | {Tensor.expand, Tensor.repeat, Tensor.view, Tensor.reshape, Tensor.unsqueeze}
+"""Their results are timesteps as well."""
+
+
 @dataclass(frozen=True)
 class DowncastInputs:
     """Forward pre-hook: floating activations wider than `dtype` go to `dtype`.
 
     Labels do too if `keeps_labels` is false. Nothing else changes: an argument without activations stays the same
     object. If FP32 numbers remain, `follow_numbers` prepares the module for what it computes from them. The same holds
-    for integer timesteps outside transformers, because diffusion models compute FP32 sines from them.
+    for integer timesteps outside transformers, because diffusion models compute FP32 sines from them. There, timesteps
+    are `ExactTimes`.
     """
 
     dtype: torch.dtype
@@ -74,6 +97,9 @@ class DowncastInputs:
                 follow_numbers(module, self.dtype, times, _INTEGERS)
         if numbers:
             follow_numbers(module, self.dtype, numbers)
+        if self.takes_times:
+            args = tuple([_exact_times(arg, name) for arg, name in zip(args, names, strict=True)])
+            kwargs = {name: _exact_times(value, name) for name, value in kwargs.items()}
         return args, kwargs
 
     def _downcast(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
@@ -86,6 +112,8 @@ class DowncastInputs:
             tensor: a floating tensor among the arguments.
             name: the name it came under.
         """
+        if isinstance(tensor, ExactTimes):  # another argument here, perhaps an activation
+            tensor = tensor.as_subclass(Tensor)
         if tensor.dtype.itemsize <= self.dtype.itemsize:
             return tensor
         role = "activation" if is_layer else role_of(name, tensor.dim())
@@ -98,6 +126,11 @@ class DowncastInputs:
         # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
         lowest = torch.finfo(self.dtype).min
         return (tensor.clamp(min=lowest) if role == "mask" else tensor).to(self.dtype)
+
+
+def _exact_times(value: Any, name: str) -> Any:
+    is_exact = _is_integer(value) or (isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64))
+    return value.as_subclass(ExactTimes) if is_exact and is_time(name) else value
 
 
 def _is_integer(value: Any) -> bool:

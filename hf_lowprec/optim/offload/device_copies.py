@@ -12,6 +12,11 @@ Pair = tuple[Tensor, Tensor]
 """A target, and the source that is copied to it; of one shape and dtype."""
 
 
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors on `device` are in host memory already."""
+    return device.type == "cpu"
+
+
 class DeviceCopies:
     """Copies of one device, a GPU or another one whose module in torch has streams.
 

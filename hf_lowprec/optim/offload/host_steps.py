@@ -11,7 +11,7 @@ returned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.offload import device_copies
 from hf_lowprec.optim.offload.device_copies import DeviceCopies, Pair
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import square_sum
@@ -63,7 +64,7 @@ class HostSteps:
     def copies(self, device: torch.device) -> DeviceCopies:
         """The copies of `device`."""
         if device not in self._copies:
-            self._copies[device] = DeviceCopies(device)
+            self._copies[device] = device_copies.DeviceCopies(device)
         return self._copies[device]
 
     def next_slot(self) -> Slot:
@@ -114,6 +115,16 @@ class OffloadedStep(BackendStep):
         self, fused_group: FusedGroup, host_steps: HostSteps, build: Callable[[FusedGroup], BackendStep]
     ) -> None:
         super().__init__(fused_group)
+        if device_copies.is_host(fused_group.device):
+            raise ValueError(
+                "offload_states=True keeps the states of parameters on a GPU in host memory, but a parameter is on the "
+                "CPU, where its states are in any case; build the optimizer without it, or move the model first"
+            )
+        if fused_group.sharding is not None:
+            raise ValueError(
+                "offload_states=True cannot step shards; with FSDP2's CPU offload (fsdp_offload_params), parameters "
+                "and states are on the host"
+            )
         self._host_steps = host_steps
         self._copies = host_steps.copies(fused_group.device)
         self._buckets = [
@@ -200,6 +211,11 @@ class Bucket:
         self._step.run(range(len(self._weights)))
         weights = (entry.weight for entry in self._group.entries[self._part])
         return [*zip(weights, self._weights, strict=True)]
+
+
+def staging_bytes(params: Iterable[Tensor]) -> int:
+    """About how many bytes the staging memory of these parameters takes, with gradients of their dtypes."""
+    return SLOTS * 2 * max((max(param.numel(), BUCKET_ELEMENTS) * param.itemsize for param in params), default=0)
 
 
 def _parts(entries: Sequence[ParamEntry]) -> Iterator[slice]:

@@ -319,6 +319,7 @@ def table(rows: list[Row], setup: Setup) -> Table:
     from rich.table import Table
 
     gpus, gpu_memory = setup.gpus, setup.gpu_memory
+    with_host = any(row.host for row in rows)
     with_step, with_activations = any(row.step for row in rows), any(row.activations for row in rows)
     peaks = [row.peak(gpus, setup.gradient_accumulation_steps) for row in rows]
     power, unit = (
@@ -328,6 +329,7 @@ def table(rows: list[Row], setup: Setup) -> Table:
     lines.add_column("optim")
     headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}"]
     headings += [f"in step\n{unit}"] if with_step else []
+    headings += [f"on host\n{unit}"] if with_host else []
     headings += [f"total\n{unit}", "bytes\n/param"]
     headings += [f"per GPU\nof {gpus}"] if gpus > 1 else []
     headings += ["activa-\ntions", "peak of\na GPU"] if with_activations else []
@@ -341,6 +343,7 @@ def table(rows: list[Row], setup: Setup) -> Table:
         used = row.per_gpu(gpus) if peak is None else peak
         sizes: list[float | None] = [row.memory.weights.total(), row.gradients(gpus), row.memory.state.total()]
         sizes += [gpus * row.step] if with_step else []
+        sizes += [row.host + row.staging] if with_host else []
         cells = [*_in_units(sizes, power), *_in_units([row.total(gpus)], power)]
         cells += [f"{row.total(gpus) / row.memory.parameters:,.2f}"]
         cells += _in_units([row.per_gpu(gpus)], power) if gpus > 1 else []
@@ -369,6 +372,7 @@ def _as_data(rows: list[Row], notes: list[str], setup: Setup) -> dict[str, Any]:
                 "gradients": row.gradients(gpus),
                 "state": row.memory.state.total(),
                 "step_per_gpu": row.step,
+                "host": row.host + row.staging,
                 "total": row.total(gpus),
                 "bytes_per_parameter": row.total(gpus) / row.memory.parameters,
                 "per_gpu": row.per_gpu(gpus),

@@ -28,18 +28,19 @@ def print_table(title: str, fit: Fit, gpu_memory: float, lora: int) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
     table.add_column("")
     table.add_column("setting", no_wrap=True)
-    for heading in ("micro-\nbatch", "accu-\nmulate", "peak\nGiB", "on disk\nGiB"):
+    for heading in ("micro-\nbatch", "accu-\nmulate", "peak\nGiB", "disk\nGiB", "host\nGiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("fits")
     for each in fit.settings:
         sizes = str(each.batch_size), str(each.gradient_accumulation_steps)
-        in_gib = (f"{number / GIB:,.2f}" for number in (each.peak, each.checkpoint))
+        in_gib = (f"{number / GIB:,.2f}" if number else "" for number in (each.peak, each.checkpoint, each.host))
         mark, fits = "→" if each is fit.best else "", "yes" if each.missing <= 0 else "no"
-        table.add_row(mark, each.option.title, *sizes, *in_gib, fits)
+        table.add_row(mark, each.option.title.replace("gradient release", "release"), *sizes, *in_gib, fits)
     print(title)
     Console(width=max(Console().width, 80)).print(table)
     print(
         f"A setting fits if its peak leaves {RESERVE / GIB:g} of {gpu_memory:g} GiB free, for CUDA and for kernels.\n"
+        "disk: a checkpoint. host: memory for states on the host. release: gradient release.\n"
         f"Loading the model in FP32 takes {fit.load_in_fp32 / GIB:,.2f} GiB of host memory in each process."
     )
     if any(each.sync_each_batch for each in fit.settings):
@@ -81,7 +82,13 @@ def _chosen(setting: Setting) -> dict[str, Any]:
 def as_data(fit: Fit) -> dict[str, Any]:
     """The result as JSON data; sizes are in bytes."""
     settings = [
-        {**_chosen(each), "peak_per_gpu": each.peak, "missing": max(0, each.missing), "checkpoint": each.checkpoint}
+        {
+            **_chosen(each),
+            "peak_per_gpu": each.peak,
+            "missing": max(0, each.missing),
+            "checkpoint": each.checkpoint,
+            "host": each.host,
+        }
         for each in fit.settings
     ]
     best = None if fit.best is None else fit.settings.index(fit.best)

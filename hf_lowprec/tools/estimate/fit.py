@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 RESERVE = 2 << 30
 """Bytes that stay free: CUDA's own memory, scratch memory of kernels, and what a card has less than its name says."""
 
-_INT8, _RELEASE = "state_dtype=int8", "gradient_release=True,clip=delayed"
+_INT8, _RELEASE, _OFFLOAD = "state_dtype=int8", "gradient_release=True,clip=delayed", "offload_states=True"
 
 
 class Option(NamedTuple):
@@ -45,9 +45,14 @@ OPTIONS = (
     Option("stochastic, gradient release", "adamw_bf16_sr", _RELEASE),
     Option("stochastic, 8-bit states", "adamw_bf16_sr", _INT8),
     Option("stochastic, 8-bit states, gradient release", "adamw_bf16_sr", f"{_INT8},{_RELEASE}"),
+    Option("Adafactor, split", "adafactor_bf16_split"),
+    Option("Adafactor, split, gradient release", "adafactor_bf16_split", _RELEASE),
+    Option("Adafactor, stochastic, gradient release", "adafactor_bf16_sr", _RELEASE),
+    Option("split, states on the host", "adamw_bf16_split", _OFFLOAD),
+    Option("split, states on the host, gradient release", "adamw_bf16_split", f"{_OFFLOAD},{_RELEASE}"),
 )
-"""From the best to the smallest. Checkpointing and smaller micro-batches cost time; release costs exact clipping, 8-bit
-states and the other modes accuracy."""
+"""In the order in which they are proposed. Checkpointing and smaller micro-batches cost time; release costs exact
+clipping; 8-bit states, the other modes and Adafactor change what is computed; states on the host cost most time."""
 
 
 class Setting(NamedTuple):
@@ -61,6 +66,7 @@ class Setting(NamedTuple):
         peak: the most bytes that a GPU holds at once.
         missing: bytes that a GPU lacks; at most 0 if the setting fits.
         checkpoint: bytes of a checkpoint on disk: weights and optimizer state.
+        host: bytes of host memory that training takes: states, and memory through which gradients travel.
     """
 
     option: Option
@@ -70,13 +76,14 @@ class Setting(NamedTuple):
     peak: float
     missing: float
     checkpoint: int
+    host: int
 
 
 class Fit(NamedTuple):
     """The result of `find_fit`.
 
     Attributes:
-        settings: from the best to the smallest.
+        settings: in the order of `OPTIONS`.
         load_in_fp32: bytes of host memory for the model in FP32.
         adapters: bytes of a GPU for LoRA, without activations.
     """
@@ -130,14 +137,17 @@ def find_fit(
             counted[key] = estimate_activations(model, size, sequence_length, option.gradient_checkpointing)
         peak = row._replace(activations=counted[key]).peak(gpus, steps)
         assert peak is not None
-        checkpoint = row.memory.weights.total() + row.memory.state.total()
-        return Setting(option, size, steps, sync, peak, peak + RESERVE - gpu_bytes, checkpoint)
+        checkpoint = row.memory.weights.total() + row.memory.state.total() + row.host
+        missing, host = peak + RESERVE - gpu_bytes, row.host + row.staging
+        return Setting(option, size, steps, sync, peak, missing, checkpoint, host)
 
     divisors = [each for each in range(batch_size, 0, -1) if batch_size % each == 0]
     settings = []
     for option in OPTIONS:
         releases = _RELEASE in option.optim_args
         if (releases and gradient_accumulation_steps > 1) or gradient_checkpointing > option.gradient_checkpointing:
+            continue
+        if gpus > 1 and _OFFLOAD in option.optim_args:
             continue
         sizes = [batch_size] if releases or not option.gradient_checkpointing else divisors
         tries = [(size, False) for size in sizes]

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, ex
 from hf_lowprec.integrations.deepspeed.config import check_optimizer
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from hf_lowprec.monitor.memory_estimate import MemoryUse, elements_kept_in_bf16, expected_memory
+from hf_lowprec.optim.offload.host_steps import staging_bytes
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
 from hf_lowprec.tools.estimate.activations import Activations
 from hf_lowprec.tools.estimate.live_memory import LiveMemory
@@ -57,6 +59,8 @@ class Row(NamedTuple):
         fp32_parts: which parameters a cast keeps in FP32: their number, by reason.
         kept_in_bf16: elements of states that 8 bits were asked for and that stay in BF16, by reason.
         activations: of one forward and backward on one GPU; None if not estimated.
+        host: bytes of optimizer states in host memory; `memory` does not have them.
+        staging: bytes of host memory through which weights and gradients travel.
         releases: whether gradients are released during the backward; `memory` has those that exist at once.
     """
 
@@ -67,6 +71,8 @@ class Row(NamedTuple):
     fp32_parts: dict[str, int] | None = None
     kept_in_bf16: dict[str, int] | None = None
     activations: Activations | None = None
+    host: int = 0
+    staging: int = 0
     releases: bool = False
 
     def total(self, gpus: int = 1) -> float:
@@ -147,13 +153,21 @@ def low_precision_row(
         memory = expected_memory(model, optimizer)
         optimizer.stop_gradient_release()
     accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
+    host = staging = 0
+    if optimizer.offload_states:
+        if gpus > 1:
+            raise InputError("offload_states=True does not step shards; use one GPU")
+        host, staging = memory.state.total(), staging_bytes(model.parameters())
+        memory = replace(memory, state=Counter())
     kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
     peak, fp32_parts = step_peak(optimizer), _fp32_parts(model, report)
     if parallelism.zero is not None:
         divided = zero_memory(memory, False, parallelism.zero, gpus, steps)
         return Row(name, *divided, fp32_parts=fp32_parts, kept_in_bf16=kept_in_bf16)
     memory = with_whole_parameters(memory, optimizer, whole_parameters(model, parallelism), parallelism.tp)
-    return Row(name, memory, accumulation, peak, fp32_parts, kept_in_bf16, releases=releases)
+    return Row(
+        name, memory, accumulation, peak, fp32_parts, kept_in_bf16, host=host, staging=staging, releases=releases
+    )
 
 
 def _check_for_zero(optimizer: Any, grad_accumulation: str) -> None:

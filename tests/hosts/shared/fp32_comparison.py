@@ -1,8 +1,9 @@
-"""Trains a model in FP32, under autocast, and in BF16 with split weights: BF16 must end as near to FP32 as autocast."""
+"""Compares training in BF16 with FP32 training: one step, and some steps with split weights beside autocast."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_lowprec
+from tests.support.every_architecture.architecture_check import TRAINS, check_model
 
 assert "site-packages" in hf_lowprec.__file__, hf_lowprec.__file__
 
@@ -23,8 +25,18 @@ def adamw(model: nn.Module, split: bool, lr: float = 1e-4) -> torch.optim.Optimi
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def check_one_step(model: nn.Module, batch: dict[str, Any]) -> None:
+    """Check a step as that of every class of transformers is checked: dtypes, gradients, the loss within its bound."""
+    outcome = check_model(model, batch)
+    assert outcome.kind == TRAINS, f"{type(model).__name__}: {outcome.note}"
+
+
 def compare_with_fp32(
-    name: str, model: nn.Module, losses: Iterable[Callable[[nn.Module], Tensor]], make_optimizer: MakeOptimizer = adamw
+    name: str,
+    model: nn.Module,
+    losses: Iterable[Callable[[nn.Module], Tensor]],
+    make_optimizer: MakeOptimizer = adamw,
+    limit: float = 1.0,
 ) -> None:
     """Train copies of an FP32 model three times; assert that the BF16 one is about as near to FP32 as autocast's.
 
@@ -36,6 +48,7 @@ def compare_with_fp32(
         model: the FP32 model.
         losses: one for each step; takes the model and returns its loss in FP32.
         make_optimizer: takes the model, and whether the optimizer is to have split weights.
+        limit: BF16 must not be much further from FP32 than this, even if autocast is.
     """
     losses = list(losses)
     loss, moved, _ = _trained(model, losses, make_optimizer)
@@ -46,7 +59,9 @@ def compare_with_fp32(
     print(f"weights off by {autocast:.3f}, {bf16:.3f}; in FP32: {kept}", flush=True)
     # A little above the largest ratio measured, 1.45: here residuals are BF16 too. Rounded to nearest by torch's AdamW,
     # weights are off by 0.7 to 0.9.
-    assert bf16 < 1.5 * autocast + 0.01, f"{name}: weights are off by {bf16:.3f}, under autocast by {autocast:.3f}"
+    assert bf16 < 1.5 * min(autocast, limit) + 0.01, (
+        f"{name}: weights are off by {bf16:.3f}, under autocast by {autocast:.3f}"
+    )
     assert abs(loss_bf16 - loss) < 0.01 * abs(loss) + 2 * abs(loss_autocast - loss), f"{name}: loss {loss_bf16}"
 
 
@@ -56,7 +71,10 @@ def _trained(
     """The mean of the last losses, how far the weights have moved, and which modules stayed in FP32."""
     model = copy.deepcopy(model).train()
     first = {name: param.detach().clone() for name, param in model.named_parameters()}
-    kept = ", ".join(sorted({*hf_lowprec.cast_model(model, keep_low_bits=True).kept.values()})) if split else ""
+    kept = ""
+    if split:
+        report = hf_lowprec.cast_model(model, keep_low_bits=True)
+        kept = ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in report.kept}))
     optimizer = make_optimizer(model, split)
     values = []
     for loss_of in losses:

@@ -4,8 +4,9 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,7 @@ import hf_lowprec
 from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
 from hf_lowprec.monitor.layer_probes import Probe
-from tests.support.broken_kernels.broken_layers import broken_layers
-from tests.support.every_architecture.batch_exceptions import DISCRETE
-from tests.support.every_architecture.tiny_batches import Batch, offers
-from tests.support.every_architecture.tiny_configs import tiny_config
+from tests.support.broken_kernels.broken_layers import Batch, broken_layers
 from tests.support.models.inspection import BF16, FP32, bits
 
 UNIT = 2.0**-8  # BF16 has 8 significant bits: rounding to nearest errs by at most this much of the value
@@ -38,16 +36,20 @@ class Outcome:
 
 
 def check(model_class: type, model_type: str, attention: str | None = None) -> Outcome:
-    """Train a tiny `model_class` for a step in FP32 and, cast, in BF16."""
+    """Train a tiny `model_class` of transformers for a step in FP32 and, cast, in BF16."""
+    from tests.support.every_architecture.batch_exceptions import DISCRETE
+    from tests.support.every_architecture.tiny_batches import offers
+
     try:
         model = _built(model_class, model_type, attention)
     except Exception as error:
         return Outcome(NO_REFERENCE, _brief(error))
     fresh = copy.deepcopy(model)
     try:
-        batch, note, loss, tolerance = _reference(model)
+        batch, note, loss, tolerance = _reference(model, offers(model))
     except Exception as error:
         return Outcome(NO_REFERENCE, _brief(error))
+    tolerance = math.inf if model_class.__name__ in DISCRETE else tolerance
     outcome = compare(model, fresh, batch, note, loss, tolerance)
     if outcome.kind == FAILS and (broken := broken_layers(model, batch)):
         again = _built(model_class, model_type, attention)
@@ -56,7 +58,15 @@ def check(model_class: type, model_type: str, attention: str | None = None) -> O
     return outcome
 
 
+def check_model(model: nn.Module, batch: Batch) -> Outcome:
+    """Train copies of any FP32 model for a step on a batch: in FP32 and, cast, in BF16."""
+    exact, cast = (without_chance(copy.deepcopy(model)) for _ in range(2))
+    return compare(exact, cast, *_reference(exact, [("", batch)]))
+
+
 def _built(model_class: type, model_type: str, attention: str | None) -> nn.Module:
+    from tests.support.every_architecture.tiny_configs import tiny_config
+
     config = tiny_config(model_class, model_type, attention)
     torch.manual_seed(0)
     return without_chance(model_class(config))
@@ -89,7 +99,6 @@ def compare(
     # gets FP32, or passes it by: then the loss is a number of BF16.
     halves = "" not in report.losses or torch.equal(got, got.to(BF16).to(got.dtype))
     tolerance += 3 * UNIT * abs(loss) if halves else 0.0
-    tolerance = math.inf if type(model).__name__ in DISCRETE else tolerance
     ratio = abs(got.item() - loss) / max(tolerance, 1e-30)
     if not math.isfinite(got.item()) or ratio > 1:
         wrong.append(f"loss {got.item():.6g}, in FP32 {loss:.6g}: {ratio:.1f} times what rounding explains")
@@ -103,10 +112,10 @@ def compare(
     return Outcome(FAILS, "; ".join(wrong[:3]), ratio) if wrong else Outcome(TRAINS, note, ratio)
 
 
-def _reference(model: nn.Module) -> tuple[Batch, str, float, float]:
+def _reference(model: nn.Module, batches: Iterable[tuple[str, Batch]]) -> tuple[Batch, str, float, float]:
     """The first batch on which `model` trains in FP32, its note, the loss, and how far rounding may move the loss."""
     first: Exception | None = None
-    for note, batch in offers(model):
+    for note, batch in batches:
         inputs = [name for name, value in batch.items() if is_rounded(name, value)]
         for traced in (inputs, []) if inputs else ([],):
             model.zero_grad()
@@ -186,12 +195,16 @@ def sensitivity(model: nn.Module) -> Iterator[Any]:
     squares: list[Tensor] = []
     ids: set[int] = set()
 
+    def add(value: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            squares.append((gradient * value).double().square().sum())
+
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.dim() and id(tensor) not in ids:
                 ids.add(id(tensor))
                 value = tensor.detach().clone()
-                tensor.register_hook(lambda g, value=value: squares.append((g * value).double().square().sum()))
+                tensor.register_hook(partial(add, value))
                 alive.append(tensor)
 
     alive: list[Tensor] = []
@@ -231,7 +244,9 @@ def dtype_faults(before: dict[str, Tensor], model: nn.Module, kept: tuple[str, .
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         names = {leaf for leaf, _ in own}
         loss = type(module).__name__.endswith("Loss") and not any(p.dim() for p in module.parameters())
-        if is_norm(module) or any("inv_freq" in leaf for leaf in names) or loss:
+        rotary = not module._parameters and re.search("rotary|rope", type(module).__name__.lower())
+        frequencies = rotary or "Fourier" in type(module).__name__ or any("inv_freq" in leaf for leaf in names)
+        if is_norm(module) or frequencies or loss:
             wide |= {f"{name}.{leaf}".lstrip(".") for leaf in names}
         if type(module).__name__ in CLASSES_COMPUTING_IN_FP32:
             wide |= {f"{name}.{leaf}".lstrip(".") for leaf, _ in (*module.named_parameters(), *module.named_buffers())}

@@ -73,6 +73,21 @@ class UNet(nn.Module):
         return self.last(nn.functional.silu(hidden))
 
 
+class Converting(nn.Module):
+    """Timesteps go to the dtype of the activations before their sines are computed, as in Flux."""
+
+    def __init__(self, scale: float, width: int = 16) -> None:
+        super().__init__()
+        self.scale, self.width = scale, width
+        self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 1)
+        self.times = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        hidden = self.first(x)
+        times = timestep.expand(x.shape[0]).to(hidden.dtype) * self.scale
+        return self.last(hidden + self.times(sines(times, self.width))[:, :, None, None])
+
+
 class Preconditioned(nn.Module):
     """A denoiser whose input and output are scaled by the noise level (Karras et al.)."""
 

@@ -51,8 +51,9 @@ def precision_report(
         if initial := initial_values(optimizer):
             counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
             lines.append(f"  {_names_of_low_bits_states(optimizer):<16}starts with {counts}")
-        released = ", gradients released during the backward pass" if optimizer.gradient_release else ""
-        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}{released}")
+        how = ", gradients released during the backward pass" if optimizer.gradient_release else ""
+        how += ", states in host memory" if optimizer.offload_states else ""
+        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}{how}")
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
     if cast.kept:
@@ -105,7 +106,7 @@ def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
 
 
 def _backends(optimizer: LowPrecisionOptimizer) -> str:
-    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    devices = {optimizer.state_device(param) for group in optimizer.param_groups for param in group["params"]}
     return ", ".join(sorted({expected_backend(optimizer.backend, device) for device in devices}))
 
 

@@ -1,0 +1,55 @@
+"""States on the host of a real GPU: the bits of the ordinary step, and what the GPU keeps."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.offload import host_steps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def trained(**options) -> tuple[list, AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to("cuda", torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-2, **options)
+    for step in range(5):
+        inputs = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [value for param in model.parameters() for value in optimizer.state[param].values()]
+    return [*model.parameters(), *states], optimizer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rounding": "split"},
+        {"rounding": "stochastic", "state_dtype": torch.int8},
+        {"rounding": "kahan", "gradient_release": True},
+        {"rounding": "split", "gradient_release": True, "clip": "delayed", "max_grad_norm": 1.0},
+        {"rounding": "split", "skip_nonfinite": True},
+    ],
+    ids=str,
+)
+def test_it_is_the_ordinary_step(monkeypatch, options):
+    """Without a clip factor, whose norm the two sum in other orders, or with that of the same sum."""
+    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 1 << 19)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 1 << 19)
+    expected, _ = trained(backend="eager", **options)
+    found, optimizer = trained(offload_states=True, **options)
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(expected, found, strict=True))
+    assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+
+
+def test_the_gpu_keeps_weights_and_gradients_alone():
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    param = nn.Parameter(torch.zeros(1 << 25, device="cuda", dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    AdamW([param], rounding="split", offload_states=True).step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 1.03 * 4 * param.numel()
