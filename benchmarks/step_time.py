@@ -7,7 +7,8 @@ processes, and the range of their ratios. Nothing is timed before the native ste
 bit for bit.
 
     python benchmarks/step_time.py [--processes 7] [--rounds 25] [--threads 2] [--output …json]
-                                   [--algorithms | --states-in-8-bits | --instruction-sets | --gradients] [--cpu-time]
+                                   [--algorithms | --adafactor | --states-in-8-bits | --instruction-sets | --gradients]
+                                   [--cpu-time]
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cpu_step.optimizers import (
     SETS,
     STEPS_IN_CACHE,
     Shapes,
+    adafactor,
     algorithms,
     candidates,
     check_parity,
@@ -102,6 +104,7 @@ def main() -> None:
     rows = parser.add_mutually_exclusive_group()
     for name, build, text in (
         ("--algorithms", algorithms, "every algorithm of ours, on the first set of shapes"),
+        ("--adafactor", adafactor, "beside torch's and our AdamW, on the first set of shapes"),
         ("--states-in-8-bits", states_in_8_bits, "and in BF16, on the first set of shapes"),
         ("--instruction-sets", instruction_sets, "of x86-64, in a cache and in memory"),
         ("--gradients", kinds_of_gradients, "with zeros, subnormal numbers, views of a bucket"),

@@ -17,7 +17,7 @@ from gradient_kinds import shapes as embedding_and_experts
 from peers.optimizers import is_installed, optimi_kahan
 
 from hf_lowprec import AdamW
-from hf_lowprec.optim import ALGORITHMS
+from hf_lowprec.optim import ALGORITHMS, Adafactor
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import require_compiler
 
@@ -97,6 +97,22 @@ def algorithms(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
         params = parameters(shapes, torch.bfloat16)
         options = {"SGD": {"momentum": 0.9}, "Muon": {"matrices": [p for p in params if p.ndim == 2]}}.get(name, {})
         found[f"hf_lowprec {name}, {mode}"] = cls(params, lr=LR, rounding=mode, backend="native", **options)
+    return found
+
+
+def adafactor(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+    """The baseline, torch's Adafactor in FP32, and ours with what an `optim=` name means, beside our AdamW."""
+    params = parameters(shapes, torch.float32)
+    found: dict[str, torch.optim.Optimizer] = {
+        BASELINE: torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, fused=True),
+        "torch Adafactor, fp32": torch.optim.Adafactor(parameters(shapes, torch.float32), lr=LR),
+    }
+    for (name, options), mode in product(
+        (("AdamW", {}), ("Adafactor", Adafactor.named_defaults)), ("split", "stochastic")
+    ):
+        params = parameters(shapes, torch.bfloat16)
+        optimizer = ALGORITHMS[name](params, lr=LR, rounding=mode, backend="native", **options)
+        found[f"hf_lowprec {name}, {mode}"] = optimizer
     return found
 
 

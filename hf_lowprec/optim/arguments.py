@@ -87,7 +87,7 @@ def value_of(cls: Any, name: str, value: Any) -> Any:
     Sequences of numbers and dtypes by state may be of any class, and hold text. Everything else is returned as it is,
     even text that is no value of this argument: the checks of arguments refuse it.
     """
-    if isinstance(value, str) and name in OPTIONAL and value.strip().lower() in ("none", "null"):
+    if name in OPTIONAL and _is_none(value):
         return None
     if name == "rounding":
         return mode_name(value)
@@ -98,8 +98,14 @@ def value_of(cls: Any, name: str, value: Any) -> Any:
     default = keywords(cls).get(name, True if name in cls.flags else None)
     if isinstance(default, tuple):
         items = split_items(value) if isinstance(value, str) else value
-        return tuple(_scalar(item, float) for item in items) if isinstance(items, Sequence) else value
+        if not isinstance(items, Sequence):
+            return value
+        return tuple(None if None in default and _is_none(item) else _scalar(item, float) for item in items)
     return _scalar(value, OPTIONAL.get(name, type(default)))
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() in ("none", "null")
 
 
 def split_items(text: str) -> list[str]:

@@ -199,6 +199,10 @@ def steps_of_algorithms() -> list[str]:
     return [row(*kahan, *stochastic) for kahan, stochastic in zip(ours[::2], ours[1::2], strict=True)]
 
 
+def steps_of_adafactor() -> list[str]:
+    return [row(*values[1:3]) for values in step_times("2026-11-26-adafactor")]
+
+
 def steps_with_states_in_8_bits() -> list[str]:
     by_threads = []
     for name in ("2026-11-23-states-in-8-bits", "2026-11-23-states-in-8-bits-2-threads"):
@@ -331,6 +335,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/accuracy.md", displacements_with_split_weights),
     ("docs/performance/cpu-step.md", steps_on_cpu),
     ("docs/performance/cpu-step.md", steps_of_algorithms),
+    ("docs/performance/cpu-step.md", steps_of_adafactor),
     ("docs/performance/cpu-step.md", steps_with_states_in_8_bits),
     ("docs/performance/cpu-step.md", steps_of_muon),
     ("docs/performance/cpu-step.md", steps_of_modes),

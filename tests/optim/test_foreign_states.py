@@ -6,10 +6,11 @@ import warnings
 import optimi
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from torch import nn
 
-from hf_lowprec.optim import SGD, Adam, AdamW, Lion, Muon, RAdam, StableAdamW
+from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 from tests.support.triton_available import require_triton
@@ -313,6 +314,26 @@ def test_states_that_are_not_plain_are_refused(keys, states, words):
     refuses(lambda: target.load_state_dict(by_hand(keys, **states)), target, words)
 
 
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1), {}),
+        (lambda p: transformers.Adafactor(p, lr=0.1, relative_step=False, beta1=0.9), {"beta1": 0.9}),
+    ],
+    ids=["torch", "transformers"],
+)
+def test_adafactor_continues(make, options):
+    """In FP32, as the other would. In step t, an update has at most 10·t + 30 roundings, see `adafactor_formula.py`."""
+    source = make(params(FP32))
+    gradients(source, range(BEFORE))
+    target = converted(source, Adafactor, FP32, **options)
+    for optimizer in (source, target):
+        gradients(optimizer, range(BEFORE, BEFORE + AFTER))
+    moved = largest_difference(target, make(params(FP32)))
+    assert largest_difference(target, source) <= 2 * (10 * (BEFORE + AFTER) + 30) * 2.0**-24 * moved
+    assert moved > 0.1
+
+
 @pytest.mark.parametrize("loader", sorted(ALGORITHMS))
 @pytest.mark.parametrize(
     ("source", "fitting"),
@@ -323,7 +344,7 @@ def test_states_that_are_not_plain_are_refused(keys, states, words):
         (optimi.Lion, {"Lion"}),
         (optimi.StableAdamW, {"StableAdamW"}),
         (torch.optim.NAdam, set()),
-        (torch.optim.Adafactor, set()),
+        (torch.optim.Adafactor, {"Adafactor"}),
         (torch.optim.Adamax, set()),
         (optimi.Adan, set()),
     ],

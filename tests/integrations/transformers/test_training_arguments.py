@@ -28,7 +28,7 @@ def test_untouched_fields_leave_every_algorithm_its_own_defaults(tmp_path, name)
     args = arguments(tmp_path, optim=name, seed=7, learning_rate=2e-3)
     cls, given = optimizer_arguments(args)
     algorithm, mode = name.split("_bf16_")
-    assert given == {"rounding": {"sr": "stochastic"}.get(mode, mode), "lr": 2e-3, "seed": 7}
+    assert given == {**cls.named_defaults, "rounding": {"sr": "stochastic"}.get(mode, mode), "lr": 2e-3, "seed": 7}
     assert checked_arguments(args) == given
     assert cls.__name__.lower() == algorithm
 
