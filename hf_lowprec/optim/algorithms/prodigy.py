@@ -96,8 +96,8 @@ class Prodigy(LowPrecisionOptimizer):
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, and factors with d."""
-        (beta1, beta2), d0, first = group["betas"], group["d0"], self.param_groups[0]
-        d = first["d"] if "d" in first else d0  # missing while the optimizer is built
+        (beta1, beta2), d0 = group["betas"], group["d0"]
+        d: Any = self.param_groups[0].get("d", d0)  # missing while the optimizer is built
         rate = d * lr * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["use_bias_correction"] else 1)
         return {
             "beta1": beta1,
