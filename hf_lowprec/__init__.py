@@ -22,7 +22,19 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
-    from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
+    from hf_lowprec.optim import (
+        SGD,
+        Adafactor,
+        Adam,
+        AdamW,
+        Adan,
+        Lion,
+        Muon,
+        Prodigy,
+        RAdam,
+        ScheduleFreeAdamW,
+        StableAdamW,
+    )
     from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
     from hf_lowprec.optim.state.low_bits import drop_low_bits, fp32_state_dict, keep_low_bits
@@ -62,7 +74,9 @@ __all__ = [
     "LowPrecisionCallback",
     "Muon",
     "PrecisionMonitor",
+    "Prodigy",
     "RAdam",
+    "ScheduleFreeAdamW",
     "StableAdamW",
     "cast_model",
     "drop_low_bits",

@@ -12,7 +12,9 @@ if TYPE_CHECKING:  # for editors; at run time, every algorithm is found automati
     from hf_lowprec.optim.algorithms.adan import Adan as Adan
     from hf_lowprec.optim.algorithms.lion import Lion as Lion
     from hf_lowprec.optim.algorithms.muon import Muon as Muon
+    from hf_lowprec.optim.algorithms.prodigy import Prodigy as Prodigy
     from hf_lowprec.optim.algorithms.radam import RAdam as RAdam
+    from hf_lowprec.optim.algorithms.schedulefreeadamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from hf_lowprec.optim.algorithms.sgd import SGD as SGD
     from hf_lowprec.optim.algorithms.stableadamw import StableAdamW as StableAdamW
 

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 import hf_lowprec
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.deepspeed.config import BF16_FLAGS, check_config, set_bf16_flags
-from hf_lowprec.optim import Adafactor, Muon, StableAdamW
+from hf_lowprec.optim import Adafactor, Muon, Prodigy, ScheduleFreeAdamW, StableAdamW
 from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.models import tiny_models
 
@@ -85,6 +85,8 @@ def stepped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 REFUSED = {
     "Muon": (lambda params: Muon(params, matrices=[p for p in params if p.dim() == 2]), "Muon needs whole tensors"),
     "StableAdamW": (StableAdamW, "StableAdamW needs whole tensors"),
+    "ScheduleFreeAdamW": (ScheduleFreeAdamW, r"ScheduleFreeAdamW changes weights in eval\(\)"),
+    "Prodigy": (Prodigy, "Prodigy needs whole tensors"),
     "Adafactor": (Adafactor, "Adafactor needs whole tensors"),
     "gradient_release": (lambda params: hf_lowprec.AdamW(params, gradient_release=True), "gradient_release=True"),
     "states": (stepped, "SGD has states already; build a new one"),

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import hf_lowprec
 from hf_lowprec import fp32_state_dict
 from hf_lowprec.monitor.step_precision import SUMS
-from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, StableAdamW
+from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, ScheduleFreeAdamW, StableAdamW
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
@@ -82,9 +82,13 @@ def check(
     sharded = make(parts, lr=0.1, backend=backend, **options)
     for step in range(1, STEPS[backend] + 1):
         if step == 2:  # on from a checkpoint
+            for optimizer in (whole, sharded) if make is ScheduleFreeAdamW else ():
+                optimizer.eval()
             state = copy.deepcopy(sharded.state_dict())
             sharded = make(parts, lr=0.1, backend=backend, **options)
             sharded.load_state_dict(state)
+            for optimizer in (whole, sharded) if make is ScheduleFreeAdamW else ():
+                optimizer.train()
         for group in (*whole.param_groups, *sharded.param_groups) if then and step == 3 else ():
             group["rounding"] = then
         monitors = [hf_lowprec.PrecisionMonitor(optimizer) for optimizer in (whole, sharded)] if step == 3 else []
@@ -183,6 +187,8 @@ def main(backend: str) -> None:
         # No backend looks at whole tensors.
         for algorithm in one_in_turn(LOOKING_AT_WHOLE_TENSORS, number) if backend == "native" else ():
             check(name, algorithm, *arguments, max_grad_norm=1e6)
+        for rounding in one_in_turn(("split", "kahan", "stochastic"), number) if backend == "native" else ():
+            check(name, ScheduleFreeAdamW, *arguments, rounding=rounding)
         for options in one_in_turn(FACTORED, number):
             check(name, Adafactor, *arguments, max_grad_norm=1e6, **options)
     if backend == "native":

@@ -83,6 +83,10 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
         raise ValueError(
             f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
         )
+    if hasattr(optimizer, "eval"):
+        raise ValueError(
+            f"{name} changes weights in eval(), but DeepSpeed would not copy them into the model; use AdamW"
+        )
     if optimizer.gradient_release:
         raise ValueError("gradient_release=True: DeepSpeed averages gradients after the backward pass; remove it")
     if optimizer.state:

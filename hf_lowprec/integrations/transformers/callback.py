@@ -28,7 +28,7 @@ from hf_lowprec.monitor.broken_convolutions import (
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
-from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
@@ -323,6 +323,8 @@ class LowPrecisionCallback(TrainerCallback):
             cast_model(kwargs["model"], self.dtype, self._patterns)
         if not isinstance(optimizer, LowPrecisionOptimizer):
             return
+        if isinstance(optimizer, ScheduleFreeAdamW):
+            optimizer.eval()
         if not best:
             keep_low_bits(optimizer)
         # DeepSpeed loads states together with weights.

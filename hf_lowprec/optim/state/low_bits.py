@@ -38,7 +38,7 @@ from hf_lowprec.optim.sharding import (
     sum_over_shards,
 )
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name, round_nearest
 from hf_lowprec.rounding.low_bits import (
     chunk_size,
     dither_stream_of,
@@ -236,6 +236,31 @@ def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slic
         return changed
 
     change_weights(param, change)
+
+
+def add_to_weights(param: Tensor, optimizer_state: Mapping[str, Any], change: Tensor, factor: float) -> None:
+    """Add `factor * change` to a parameter and its compensation or remainder, in FP32, rounded to nearest.
+
+    Args:
+        param: the parameter, of any dtype.
+        optimizer_state: its entry in `optimizer.state`.
+        change: floating-point tensor of the shape of this rank's shard.
+        factor: a number.
+    """
+    flat, held = change.reshape(-1), low_bits_state(optimizer_state)
+    low_bits = None if held is None else local_shard(held).view(-1)
+
+    def exact(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+        value = weight.float() if low_bits is None else fp32_value(weight, low_bits[part].to(weight.device))
+        return value + flat[part].to(weight.device, torch.float32) * factor
+
+    def rounded(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+        return round_nearest(exact(weight, part, index), weight.dtype).to(weight.dtype)
+
+    if held is None:
+        change_weights(param, rounded)
+    else:
+        store_values(param, held, exact)
 
 
 @without_grad

@@ -21,6 +21,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Adan": [{"weight_decay": 0.1}, {"no_prox": True, "weight_decay": 0.1}],
     "Lion": [{"weight_decay": 0.1}, {"betas": (0.5, 0.6)}],
     "Muon": [{}, {"nesterov": False, "adjust_lr_fn": "original"}, {"ns_steps": 3, "weight_decay": 0.0}],
+    "Prodigy": [
+        {"weight_decay": 0.1, "use_bias_correction": True, "d0": 0.1},
+        {"d_coef": 0.5, "safeguard_warmup": True, "d0": 0.1},
+    ],
     "RAdam": [{"weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
     "SGD": [
         {"momentum": 0.9, "weight_decay": 0.1},
@@ -28,9 +32,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"momentum": 0.9, "nesterov": True},
         {},
     ],
+    "ScheduleFreeAdamW": [{"weight_decay": 0.1, "warmup_steps": 4}, {"betas": (0.5, 0.0), "eps": 1e-4}],
     "StableAdamW": [{}, {"weight_decay": 0.0, "eps": 1e-4}],
 }
 """Options of each algorithm; the first go with every mode, each of the others with Kahan summation."""
+
+NEED_ALL_GRADIENTS = ("Prodigy",)
+"""Algorithms that release no gradients."""
 
 MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BF16, {"rounding": "kahan"}),

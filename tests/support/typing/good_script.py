@@ -72,6 +72,8 @@ def every_optimizer(model: nn.Module) -> list[torch.optim.Optimizer]:
         hf_lowprec.Adafactor(params, beta1=0.9, eps=(1e-30, 1e-3), relative_step=False),
         hf_lowprec.Adam(model.parameters(), decoupled_weight_decay=True, rounding="stochastic"),
         hf_lowprec.RAdam(model.named_parameters(), lr=torch.tensor(1e-3)),
+        hf_lowprec.Prodigy(params, lr=1.0, betas=(0.9, 0.99), safeguard_warmup=True),
+        hf_lowprec.ScheduleFreeAdamW(params, betas=(0.9, 0.99), warmup_steps=10),
         hf_lowprec.StableAdamW(params, state_dtype=torch.float32),
         hf_lowprec.Lion(params, betas=(0.9, 0.99), rounding="nearest"),
         hf_lowprec.SGD(params, momentum=0.9, nesterov=True, seed=1),

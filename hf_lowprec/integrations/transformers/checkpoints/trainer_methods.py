@@ -35,7 +35,7 @@ from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import loa
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.reports.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import Attachment, TrainerCall
-from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.state.low_bits import keep_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
@@ -94,9 +94,10 @@ def run_epoch(call: TrainerCall) -> None:
 def save_checkpoint(call: TrainerCall) -> None:
     """Write an incomplete manifest, and let Trainer save the checkpoint; `complete_manifest` does the rest."""
     trainer, manifests = call.trainer, call.attachment.manifests
+    if isinstance(optimizer := unwrap_optimizer(trainer.optimizer), ScheduleFreeAdamW):
+        optimizer.eval()  # the next training step calls `train()`
     folder = manifests.folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
     if trainer.args.should_save:
-        optimizer = unwrap_optimizer(trainer.optimizer)
         manifests.begin(folder, trainer.state.global_step, optimizer, _random_states(trainer.args))
         write_parameter_names(folder, trainer.model, [trainer.optimizer])
         if private_apis.saves_sharded(trainer):  # Trainer would write weights alone
@@ -191,6 +192,8 @@ def load_best(call: TrainerCall) -> None:
     best, optimizer = Path(call.trainer.state.best_model_checkpoint), unwrap_optimizer(call.trainer.optimizer)
     check_best(best)
     call.attachment.callback.weights_match_optimizer = False
+    if isinstance(optimizer, ScheduleFreeAdamW):
+        optimizer.eval()
     if isinstance(optimizer, LowPrecisionOptimizer):
         keep_low_bits(optimizer)  # for the weights that do not change, because the best ones are the last ones
     with load_in_place(call.trainer.model), explain_unreadable(best, (CheckpointException,)):

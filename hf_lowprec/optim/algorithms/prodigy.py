@@ -1,0 +1,159 @@
+"""Prodigy (Mishchenko and Defazio, arXiv:2306.06101, Alg. 4): Adam with a learning rate that it estimates itself.
+
+The estimate d is a quotient of sums over all parameters. Its numerator contains `p0 - p`, the way from the first
+weights. That is a state, in place of a copy of the first weights: it starts at zero, and BF16 is as good for it as for
+a moment.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup
+from hf_lowprec.optim.arguments import Shared, check_betas, check_range
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.step.step_plan import StepPlan
+from hf_lowprec.rounding import State, sqrt_rn
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+    from typing_extensions import Unpack
+
+
+class Prodigy(LowPrecisionOptimizer):
+    """AdamW that estimates its learning rate: set `lr=1`, or a schedule from 1 to 0.
+
+    `optimizer.param_groups[0]["d"]` is the estimate, by which `lr` is multiplied. It never decreases.
+
+    States: `exp_avg`, `exp_avg_sq`, `s` and `p0_minus_p`, of the parameter's shape, BF16 by default; `compensation`
+    (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with `"split24"`;
+    `step`, an int64 scalar. The moments are those of `d·g`.
+
+    Bytes per parameter, gradient included: 14 with `kahan` and `split`, 13 with `split24`, 12 with the other modes.
+    FP32 parameters take 24.
+
+    Args:
+        params: parameters or groups.
+        lr: factor of the estimate, a number or a one-element tensor.
+        betas: decay rates of the two moments, each in [0, 1). Those of d decay by `√betas[1]`.
+        eps: added, times d, to the square root of the second moment.
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·d·weight_decay`.
+        use_bias_correction: multiply the learning rate by Adam's bias corrections.
+        safeguard_warmup: leave `lr` out of the denominator of d, for warm-ups.
+        d0: the first d, above 0.
+        d_coef: factor of every new d.
+        maximize: maximize the objective instead of minimizing it.
+
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer". A step needs all
+    gradients, and waits for two sums from the device: `capturable` and `gradient_release` raise ValueError.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-6,
+        d_coef: float = 1.0,
+        *,
+        maximize: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"use_bias_correction": use_bias_correction, "safeguard_warmup": safeguard_warmup}
+        defaults |= {"d0": d0, "d_coef": d_coef, "maximize": maximize}
+        super().__init__(params, defaults, **shared)
+        for group in self.param_groups:
+            group.update(d=group["d0"], d_numerator=0.0)
+        if self.capturable or self.gradient_release:
+            raise ValueError(
+                "Prodigy computes sums over all gradients and waits for them, which excludes "
+                "capturable=True and gradient_release=True"
+            )
+
+    def check_hyperparameters(self, group: ParamGroup) -> None:
+        """Raise ValueError if a hyperparameter is out of range."""
+        check_betas(group["betas"])
+        for name in ("eps", "weight_decay", "d0", "d_coef"):
+            check_range(name, group[name], 0.0)
+        if group["d0"] == 0:
+            raise ValueError("d0=0 is invalid; it must be above 0, since d grows by a factor")
+
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
+        """The moments, the sum of gradients whose size is the denominator of d, and the way from the first weights."""
+        moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
+        return (*moments, State("s", role=3), State("p0_minus_p", role=4))
+
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
+        """Decay rates, and factors with d."""
+        (beta1, beta2), d0 = group["betas"], group["d0"]
+        d: Any = self.param_groups[0].get("d", d0)  # missing while the optimizer is built
+        rate = d * lr * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["use_bias_correction"] else 1)
+        return {
+            "beta1": beta1,
+            "gain1": d * (1 - beta1),
+            "beta2": beta2,
+            "gain2": d**2 * (1 - beta2),
+            "beta3": beta2**0.5,
+            "gain3": d / d0 * (d if group["safeguard_warmup"] else rate),
+            "gain_of_slope": d / d0 * rate,
+            "step_size": rate,
+            "eps": d * group["eps"],
+            "decay": rate * group["weight_decay"],
+        }
+
+    def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
+        """What is summed in the numerator and in the denominator of d."""
+        return {"slope": Prodigy.slope, "size": Prodigy.size}
+
+    @staticmethod
+    def slope(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+        """`d/d0·γ·g·(p0 - p)`."""
+        return grad * state.p0_minus_p * scalars.gain_of_slope
+
+    @staticmethod
+    def size(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+        """`|s|`."""
+        total = _sum_of_gradients(grad, state, scalars)
+        return torch.where(total < 0, -total, total)
+
+    @staticmethod
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`u = -γ·(m / (√v + d·ε) + wd·p)` with `γ = lr·d`; `m`, `v` are the moments of `d·g`."""
+        exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
+        exp_avg_sq = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
+        change = exp_avg * scalars.step_size / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.decay
+        sums = {"s": _sum_of_gradients(grad, state, scalars), "p0_minus_p": state.p0_minus_p + change}
+        return -change, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **sums}
+
+    def run_step(self, plan: StepPlan) -> None:
+        """Step the plan's parameters, and estimate the next d."""
+        slope, size, skipped = 0.0, 0.0, False
+        for fused_group in (backend_step.fused_group for backend_step in plan.backend_steps):
+            assert fused_group.per_param_scalars is not None
+            sums = (fused_group.per_param_scalars.double() * fused_group.full_sizes[:, None]).sum(0).tolist()
+            slope, size, skipped = slope + sums[0], size + sums[1], skipped or fused_group.skipped
+        super().run_step(plan)
+        if not (size > 0 and math.isfinite(slope)) or skipped:
+            return
+        first = self.param_groups[0]
+        numerator = first["betas"][1] ** 0.5 * first["d_numerator"] + slope
+        d = max(first["d"], first["d_coef"] * numerator / size)
+        for group in self.param_groups:
+            group.update(d=d, d_numerator=numerator)
+
+
+def _sum_of_gradients(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+    return state.s * scalars.beta3 + grad * scalars.gain3

@@ -1,0 +1,155 @@
+"""Schedule-Free AdamW (Defazio et al., arXiv:2405.15682, Alg. 1): averages weights in place of a schedule.
+
+The paper has three sequences of weights: steps are taken from z, gradients are computed at y, and x, the average of z,
+is the result, with `y = (1-β1)·z + β1·x`. The parameter holds y. The state is `z - y = β1·(z - x)`, not z: it starts at
+zero and is as small as a few steps, so BF16 is as good for it as for a moment. To round z would be to round weights.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.arguments import Shared, check_betas, check_integer, check_range
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.private_torch_apis import without_grad
+from hf_lowprec.optim.sharding import local_shard
+from hf_lowprec.optim.state.low_bits import add_to_weights
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states
+from hf_lowprec.optim.step import interrupts
+from hf_lowprec.optim.step.step_plan import StepPlan
+from hf_lowprec.rounding import State, sqrt_rn
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+    from typing_extensions import Unpack
+
+
+class ScheduleFreeAdamW(LowPrecisionOptimizer):
+    """AdamW that averages its weights, and needs no learning rate schedule.
+
+    Call `eval()` before the model is evaluated or saved, and `train()` before training goes on. Trainer does.
+
+    States: `exp_avg_sq` and `z_minus_y`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
+    `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with `"split24"`; `step`, an
+    int64 scalar.
+
+    Bytes per parameter, gradient included: 10 with `kahan` and `split`, 9 with `split24`, 8 with the other modes. FP32
+    parameters take 16.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, a number or a one-element tensor. It stays constant; a schedule is not considered in the
+            average.
+        betas: the share of the average in y, in (0, 1), and the decay rate of the second moment, in [0, 1).
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled decay of y, multiplied by the learning rate.
+        warmup_steps: steps in which the learning rate grows linearly, and the weight in the average quadratically.
+        maximize: maximize the objective instead of minimizing it.
+
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        *,
+        maximize: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"warmup_steps": warmup_steps, "maximize": maximize, "train_mode": True}
+        super().__init__(params, defaults, **shared)
+
+    def check_hyperparameters(self, group: ParamGroup) -> None:
+        """Raise ValueError if a hyperparameter is out of range."""
+        check_betas(group["betas"])
+        if group["betas"][0] == 0:
+            raise ValueError("betas[0]=0 is invalid; it must be above 0, since y would not contain the average")
+        check_range("eps", group["eps"], 0.0)
+        check_range("weight_decay", group["weight_decay"], 0.0)
+        check_integer("warmup_steps", group["warmup_steps"])
+        check_range("warmup_steps", group["warmup_steps"], 0.0)
+
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
+        """The second moment, and the difference of z and y."""
+        return State("exp_avg_sq", role=1, nonnegative=True), State("z_minus_y", role=2)
+
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
+        """`c = w_t / Σ w_k` with `w_k = min(1, k/W)²·(1-β2ᵏ)`, the squares of the learning rates; and factors with it.
+
+        `step` may be a tensor.
+        """
+        (beta1, beta2), warmup = group["betas"], group["warmup_steps"]
+        time = torch.as_tensor(step, dtype=torch.float64)
+        k = torch.arange(warmup + 1, dtype=torch.float64, device=time.device)
+        in_warmup, warm = time.clamp(max=warmup), (time / warmup).clamp(max=1)
+        total = ((k / max(warmup, 1)) ** 2 * (1 - beta2**k)).cumsum(0)[in_warmup.long()]
+        total = total + (time - in_warmup) - (beta2 ** (in_warmup + 1) - beta2 ** (time + 1)) / (1 - beta2)
+        correction = 1 - beta2**time
+        share, rate = warm**2 * correction / total, warm * correction.sqrt()
+        if not isinstance(step, Tensor):
+            share, rate = share.item(), rate.item()
+        return {
+            "beta2": beta2,
+            "gain2": 1 - beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "share": share,
+            "kept": 1 - share,
+            "step_of_y": lr * rate * (1 - beta1 * (1 - share)),
+            "step_of_z": lr * rate * beta1 * (1 - share),
+        }
+
+    @staticmethod
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`z' = z - γ·n`, `x' = (1-c)·x + c·z'`, with `n = g/(√v + ε) + wd·y`, in terms of y and `d = z - y`.
+
+        `u = c·d - γ·(1 - β1·(1-c))·n`, `d' = (1-c)·(d - γ·β1·n)`, where `γ = lr·min(1, t/W)·√(1-β2ᵗ)`.
+        """
+        exp_avg_sq = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
+        direction = grad / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.weight_decay
+        return state.z_minus_y * scalars.share - direction * scalars.step_of_y, {
+            "exp_avg_sq": exp_avg_sq,
+            "z_minus_y": state.z_minus_y * scalars.kept - direction * scalars.step_of_z,
+        }
+
+    def prepare_step(self, plan: StepPlan) -> Tensor | None:
+        """See the base class. Raises RuntimeError if the parameters hold the averages."""
+        if not all(group.get("train_mode", True) for group in self.param_groups):
+            raise RuntimeError("the parameters hold the averages x: call optimizer.train() before the forward pass")
+        return super().prepare_step(plan)
+
+    def train(self) -> None:
+        """Let the parameters hold y, at which gradients are computed."""
+        self._set_mode(True)
+
+    def eval(self) -> None:
+        """Let the parameters hold the averages x, rounded to nearest."""
+        self._set_mode(False)
+
+    @without_grad
+    def _set_mode(self, train: bool) -> None:
+        groups = [group for group in self.param_groups if group.get("train_mode", True) != train]
+        if groups and self.release is not None:
+            self.release.check_between_steps("train()" if train else "eval()")
+        with interrupts.deferred():
+            for group in groups:
+                factor = (1 / group["betas"][0] - 1) * (1 if train else -1)  # y - x = (1/β1 - 1)·(z - y)
+                for param in group["params"]:
+                    if state := self.state.get(param):
+                        change = local_shard(decoded_states(state)["z_minus_y"])
+                        add_to_weights(param, state, change, factor)
+                group["train_mode"] = train
