@@ -70,7 +70,7 @@ def trained(make, dtype=BF16, **how) -> list:
 
 
 SHARES = [0.0, 0.5, 1.0]
-ELEMENTWISE = ("SGD", "AdamW", "Adam", "RAdam", "Lion", "Adan")
+ELEMENTWISE = ("SGD", "AdamW", "Adam", "RAdam", "Lion", "Adan", "ScheduleFreeAdamW")
 
 
 @pytest.mark.parametrize(
