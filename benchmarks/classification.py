@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-from all_variants import ALL_VARIANTS
+from all_variants import BY_OPTIMIZER
 from encoder.fine_tuning import Outcome, fine_tune
 from encoder.norms import Moving, norm_runs
 from encoder.pretraining import Pretraining, pretrained
@@ -109,7 +109,7 @@ def largest_difference(run: Outcome, reference: Outcome) -> float:
     return max(abs(loss - other) for (_, loss), (_, other) in pairs)
 
 
-def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcome]]) -> str:
+def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcome]], optimizer: str = "adamw") -> str:
     """Format the accuracies as Markdown."""
     lines = [
         "| way | validation accuracy | difference from FP32 | validation loss | difference from FP32 "
@@ -120,7 +120,7 @@ def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcom
         apart = max(largest_difference(runs[row.variant], runs["fp32"]) for runs in by_seed)
         same = row.variant == "fp32"
         cells = (
-            ALL_VARIANTS[row.variant].label,
+            BY_OPTIMIZER[optimizer][row.variant].label,
             over_seeds(row.accuracies, ".2%"),
             "" if same else over_seeds(row.differences, "+.2%"),
             over_seeds(row.losses, ".4f"),
@@ -185,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Run, print the tables, write the numbers; returns the path of the file written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
-    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others of {', '.join(ALL_VARIANTS)}")
+    parser.add_argument("--optimizer", choices=BY_OPTIMIZER, default="adamw")
+    names = "; ".join(f"{optimizer}: {', '.join(known)}" for optimizer, known in BY_OPTIMIZER.items())
+    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others ({names})")
     parser.add_argument("--steps", type=int, default=1000, help="of fine-tuning, per run (default 1000)")
     parser.add_argument("--batch-size", type=int, default=8, help="passages per step (default 8)")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="peak of fine-tuning (default 2e-5)")
@@ -223,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     warmup = max(1, options.steps // 10)
     settings = Settings(options.steps, options.batch_size, options.learning_rate, "linear", warmup, 0)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    variants = [ALL_VARIANTS[name] for name in options.ways.split(",")]
+    variants = [BY_OPTIMIZER[options.optimizer][name] for name in options.ways.split(",")]
     tokenizer = AutoTokenizer.from_pretrained(model)
     task = (
         glue(options.task, tokenizer, options.length)
@@ -233,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     by_seed = classify(variants, model, task, settings, seeds, options.work, say)
     found = accuracies(by_seed)
     starts = [runs["fp32"].accuracy[0] for runs in by_seed]
-    print(accuracy_table(found, by_seed))
+    print(accuracy_table(found, by_seed, options.optimizer))
     print(f"\nMost frequent class: {majority(task):.2%} of the validation set; before training: {mean(starts):.2%}.")
 
     norms = dict[str, dict[str, Outcome]]()
@@ -243,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         print(f"\n{norm_table(norms)}")
 
     installed = ("hf-lowprec", "torch", "transformers", "datasets", "tokenizers")
-    path = options.output_dir / f"classification-{datetime.date.today().isoformat()}.json"
+    what = "" if options.optimizer == "adamw" else f"{options.optimizer}-"
+    path = options.output_dir / f"classification-{what}{datetime.date.today().isoformat()}.json"
     numbers = {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in installed}},
         "device": f"cpu, {torch.get_num_threads()} threads",
@@ -258,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             "majority": majority(task),
         },
         "settings": asdict(settings),
+        "optimizer": options.optimizer,
         "seeds": seeds,
         "ways": variant_descriptions(variants),
         "accuracy": [asdict(row) for row in found],
