@@ -40,7 +40,8 @@ def train(name):
     dtypes = {name: param.dtype for name, param in network.named_parameters()}
     assert dtypes["0.weight"] == torch.bfloat16
     assert dtypes["1.layers.0.norm1.weight"] == torch.float32
-    cls, kwargs = hf_lowprec.optimizer_factory(name, lr=1e-3)
+    rate = {"lr": 1.0, "d0": 1e-3} if name.startswith("prodigy") else {"lr": 1e-3}  # d0 is the first rate
+    cls, kwargs = hf_lowprec.optimizer_factory(name, **rate)
     if cls is hf_lowprec.Muon:
         kwargs["matrices"] = hf_lowprec.hidden_matrices(network)
     optimizer = cls(network.parameters(), **kwargs)
