@@ -47,8 +47,9 @@ MEMORIES = {"two channels of DDR5-5600": 89.6e9, "eight channels of DDR5-4800": 
 
 @contextmanager
 def on_a_simulated_device() -> Iterator[None]:
-    """Treat the CPU as a device, whose copies are made at once."""
+    """Treat the CPU as a device, whose copies are made at once, and not while a bucket is stepped."""
     with (
+        patch.object(host_steps, "SLOTS", 1),
         patch.object(device_copies, "is_host", lambda device: False),
         patch.object(device_copies, "DeviceCopies", lambda device: SimulatedCopies(share=1.0)),
     ):

@@ -144,6 +144,17 @@ def losses_on_text() -> list[str]:
     return [*found, *(row(at_twice[k][3], at_twice[half + k][3]) for k in range(1, half))]
 
 
+def losses_of_adafactor() -> list[str]:
+    quality = module("text_quality")
+    recorded = quality.joined(sorted(RESULTS.glob("text-quality-adafactor-*.json")))
+    rows = cells(quality.markdown(*recorded, quality.BY_OPTIMIZER["adafactor"]))
+    names = {"BF16 split": "`adafactor_bf16_split`", "BF16 stochastic": "`adafactor_bf16_sr`"}
+    return [
+        row(names[label], loss, difference, lost.replace("-0.0", "0.0")) if label in names else row(label, loss)
+        for _, label, loss, difference, _, lost in rows
+    ]
+
+
 def losses_at_a_glance() -> list[str]:
     quality = module("text_quality")
     rows = cells(quality.markdown(*quality.joined(sorted(RESULTS.glob("text-quality-2026-*.json")))))
@@ -331,6 +342,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/index.md", losses_at_a_glance),
     ("docs/performance/index.md", losses_of_diffusion),
     ("docs/performance/accuracy.md", losses_on_text),
+    ("docs/performance/accuracy.md", losses_of_adafactor),
     ("docs/performance/accuracy.md", accuracies_of_encoder),
     ("docs/performance/accuracy.md", displacements_with_split_weights),
     ("docs/performance/cpu-step.md", steps_on_cpu),
