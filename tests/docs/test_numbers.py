@@ -171,7 +171,7 @@ def losses_of_diffusion() -> list[str]:
 
 def accuracies_of_encoder() -> list[str]:
     found, over_seeds = [], module("classification").over_seeds
-    for file in ("2026-11-22-bf16-states", "2026-11-23-8-bit-states"):
+    for file in ("2026-11-22-bf16-states", "2026-11-23-8-bit-states", "adafactor-2026-11-26"):
         for way in json.loads((RESULTS / f"classification-{file}.json").read_text())["accuracy"]:
             forms = {"accuracies": ".2%", "differences": "+.2%", "losses": ".4f", "loss_differences": "+.4f"}
             if way["variant"] != "fp32":
