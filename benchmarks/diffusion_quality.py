@@ -80,7 +80,7 @@ def in_fp32(model: nn.Module) -> None:
     """Leave the model as it is."""
 
 
-def in_fp32_beside(model: nn.Module) -> None:
+def in_fp32_from_changed_weights(model: nn.Module) -> None:
     """Change each weight by about a thousandth."""
     with torch.no_grad():
         for param in model.parameters():
@@ -102,7 +102,7 @@ ADAFACTOR = {"fp32": "adafactor-fp32", "rate_factor": 30.0}
 SPLIT, STOCHASTIC, IN_8_BITS = {"rounding": "split"}, {"rounding": "stochastic"}, {"state_dtype": "int8"}
 VARIANTS = {
     "fp32": Variant("FP32 AdamW", torch.optim.AdamW, prepare=in_fp32),
-    "fp32-beside": Variant("FP32, other digits", torch.optim.AdamW, prepare=in_fp32_beside),
+    "fp32-beside": Variant("FP32, weights changed by 0.1%", torch.optim.AdamW, prepare=in_fp32_from_changed_weights),
     "autocast": Variant("FP32 weights, autocast", torch.optim.AdamW, prepare=in_fp32, autocast=True),
     "nearest": Variant("BF16 nearest", torch.optim.AdamW, prepare=in_bf16),
     "split": Variant("BF16 split", hf_lowprec.AdamW, SPLIT, prepare=for_split),
@@ -148,7 +148,7 @@ def batch(stage: Stage, steps: Tensor, generator: torch.Generator) -> tuple[dict
 
 
 def predicted(model: nn.Module, arguments: dict[str, Tensor], autocast: bool = False) -> Tensor:
-    """What the model predicts, in FP32. Pixels are rounded to the dtype of its layers, as latents are in scripts."""
+    """The model's prediction, in FP32. Pixels are rounded to the dtype of its layers, as training scripts do."""
     dtype = model.proj_out_2.weight.dtype
     pixels = arguments["hidden_states"].to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

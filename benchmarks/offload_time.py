@@ -1,4 +1,4 @@
-"""What a step with states on the host takes: the step itself, measured on this CPU, and the copies, by bandwidth.
+"""Time of a step with states on the host: the step, measured on this CPU, and the copies, computed from bandwidths.
 
 The host's part is compared with the ordinary step of the `native` backend on the same tensors, in one process and in
 turns: the ratio of the medians, without copies, which are the work of a GPU. The second table is arithmetic: bytes that

@@ -104,7 +104,7 @@ def main() -> None:
     rows = parser.add_mutually_exclusive_group()
     for name, build, text in (
         ("--algorithms", algorithms, "every algorithm of ours, on the first set of shapes"),
-        ("--adafactor", adafactor, "beside torch's and our AdamW, on the first set of shapes"),
+        ("--adafactor", adafactor, "ours, torch's, and our AdamW, on the first set of shapes"),
         ("--states-in-8-bits", states_in_8_bits, "and in BF16, on the first set of shapes"),
         ("--instruction-sets", instruction_sets, "of x86-64, in a cache and in memory"),
         ("--gradients", kinds_of_gradients, "with zeros, subnormal numbers, views of a bucket"),

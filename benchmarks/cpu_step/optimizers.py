@@ -101,7 +101,7 @@ def algorithms(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
 
 
 def adafactor(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
-    """The baseline, torch's Adafactor in FP32, and ours with what an `optim=` name means, beside our AdamW."""
+    """The baseline, torch's Adafactor in FP32, our AdamW, and our Adafactor with the settings of its `optim=` names."""
     params = parameters(shapes, torch.float32)
     found: dict[str, torch.optim.Optimizer] = {
         BASELINE: torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, fused=True),

@@ -74,6 +74,10 @@ class Algorithm(torch.optim.Optimizer):
         """Return whether `update` takes `state.orthogonalized`, made from a whole matrix; see `MatrixAlgorithm`."""
         return False
 
+    def needs_whole_tensors(self, group: ParamGroup) -> bool:
+        """Return whether an element's step depends on other elements of its parameter."""
+        return bool(self.tensor_means(group)) or self.orthogonalizes(group)
+
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
         raise NotImplementedError

@@ -93,7 +93,7 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     learning rate; for a new group, pass `least_lr=0.0`.
     """
     check_one_of("rounding", group["rounding"], get_args(Rounding), where)
-    if optimizer.offload_states and (optimizer.tensor_means(group) or optimizer.orthogonalizes(group)):
+    if optimizer.offload_states and optimizer.needs_whole_tensors(group):
         raise ValueError(
             f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW, Adam, "
             "RAdam, Lion, Adan or SGD"

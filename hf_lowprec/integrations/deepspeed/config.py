@@ -79,7 +79,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
     """Raise ValueError if DeepSpeed cannot step `optimizer`."""
     name = type(optimizer).__name__
-    if any(optimizer.tensor_means(group) or optimizer.orthogonalizes(group) for group in optimizer.param_groups):
+    if any(map(optimizer.needs_whole_tensors, optimizer.param_groups)):
         raise ValueError(
             f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW, or train with FSDP2"
         )

@@ -104,7 +104,7 @@ class Adafactor(LowPrecisionOptimizer):
         return (*factors, variance, *((State("exp_avg", role=2),) if group["beta1"] is not None else ()))
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether there is a momentum, and whether the parameter's RMS scales the step."""
+        """Whether updates have a momentum, and whether step sizes are multiplied by the parameter's RMS."""
         return {"momentum": group["beta1"] is not None, "scale_parameter": bool(group["scale_parameter"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:

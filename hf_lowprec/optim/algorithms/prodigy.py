@@ -113,7 +113,7 @@ class Prodigy(LowPrecisionOptimizer):
         }
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
-        """What is summed in the numerator and in the denominator of d."""
+        """The terms of the two sums whose quotient is the new d."""
         return {"slope": Prodigy.slope, "size": Prodigy.size}
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Compares training in BF16 with FP32 training: one step, and some steps with split weights beside autocast."""
+"""Compares training with FP32: one step in BF16, then a few steps with split weights and a few with autocast."""
 
 from __future__ import annotations
 
