@@ -35,6 +35,22 @@ def dtensor_specs(tensors: Sequence[Tensor]) -> list[Any]:
     return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
 
 
+def dtensor_of_shard(shard: Tensor, mesh: Any, placements: Sequence[Any], full: Tensor) -> Tensor:
+    """A DTensor whose part on this rank is `shard`, on whichever device it is; `DTensor.from_local` moves it to `mesh`.
+
+    Args:
+        shard: this rank's part.
+        mesh: the device mesh.
+        placements: one for each dimension of `mesh`.
+        full: a tensor with the shape, strides and dtype of the full one.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(full.shape, full.stride(), full.dtype))
+    return DTensor(shard.detach(), spec, requires_grad=False)
+
+
 def dtensor_of_blocks(blocks: list[Tensor], offsets: list[tuple[int, ...]], like: Any) -> Tensor:
     """A DTensor like `like` that shows this rank's blocks to torch.distributed.checkpoint, which reads and writes them.
 

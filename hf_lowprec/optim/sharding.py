@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.private_torch_apis import dtensor_of_blocks, local_tensors
+from hf_lowprec.optim.private_torch_apis import dtensor_of_blocks, dtensor_of_shard, local_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,19 +134,15 @@ def dtensor_like(
     """Make a contiguous DTensor of this rank's `shard`, placed like `like`; `shard` itself if `like` is plain.
 
     Args:
-        shard: this rank's part.
+        shard: this rank's part; it may be on the CPU while the mesh is of GPUs.
         like: the tensor that is sharded in the same way.
         shape: of the full tensor; that of `like` by default. It may have more or fewer dimensions behind sharded ones.
         mean_over: the dimension over which it is a mean, which every rank has in full.
     """
     if not is_sharded(like):
         return shard
-    from torch.distributed.tensor import DTensor
-
-    full = torch.empty(like.shape if shape is None else shape, device="meta")
-    mesh = like.device_mesh  # type: ignore[attr-defined]
-    placements = placements_of_mean(like, mean_over)
-    return DTensor.from_local(shard, mesh, placements, shape=full.shape, stride=full.stride())
+    full = torch.empty(like.shape if shape is None else shape, dtype=shard.dtype, device="meta")
+    return dtensor_of_shard(shard, like.device_mesh, placements_of_mean(like, mean_over), full)  # type: ignore[attr-defined]
 
 
 def full_tensor(shard: Tensor, like: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def test_weights_and_states_are_those_of_one_process(ranks, kinds):
 
 
 DDP = ["static_graph", "find_unused_parameters", "gradient_as_bucket_view", "gradient_checkpointing"]
-FSDP2 = ["checkpointing", "gradient_checkpointing", "gathered", "meta", "offload"]
+FSDP2 = ["checkpointing", "gradient_checkpointing", "gathered", "meta", "offload", "states_on_host"]
 COMPILED = [pytest.param(kind, ["compiled"], marks=pytest.mark.every_case) for kind in ("ddp", "fsdp2")]
 
 

@@ -2,10 +2,16 @@
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors, without_torch_function
+from hf_lowprec.optim.private_torch_apis import (
+    dtensor_of_shard,
+    dtensor_specs,
+    local_tensors,
+    without_torch_function,
+)
 
 HERE = f"torch {torch.__version__} has changed this"
 
@@ -31,6 +37,14 @@ def test_the_specs_of_dtensors_tell_their_placements(mesh):
     specs = dtensor_specs([sharded, replicated, torch.ones(4)])
     assert specs[2] is None
     assert [spec.placements for spec in specs[:2]] == [sharded.placements, replicated.placements], HERE
+
+
+def test_a_shard_stays_on_the_host_whatever_the_device_of_its_mesh(mesh):
+    """`DTensor.from_local` would move it: to a GPU, or here to the device "meta"."""
+    shard, full = torch.arange(6.0).view(2, 3), torch.empty(2, 3, device="meta")
+    made = dtensor_of_shard(shard, DeviceMesh("meta", [0]), (Shard(0),), full)
+    assert (made.device.type, made.placements, made.shape) == ("cpu", (Shard(0),), full.shape), HERE
+    assert local_tensors([made])[0].data_ptr() == shard.data_ptr(), HERE
 
 
 def test_fsdp2_gives_all_gradients_of_a_parameter_the_same_spec(mesh):

@@ -2,7 +2,7 @@
 
 gradient_release_on_ranks.py KIND[,…] ROUNDING[-int8][,…]   (as same_batches.py has them)
 
-Under DDP, states may be on the host. For each kind and rounding, rank 0 prints the digests of an ordinary run and of
+States may be on the host, too. For each kind and rounding, rank 0 prints the digests of an ordinary run and of
 a released one, the largest share of the gradients that existed at once after the first step, and the norms by which
 `clip="delayed"` clips.
 """
@@ -62,11 +62,10 @@ def main(kinds: str, roundings: str) -> None:
     for kind, rounding in product(kinds.split(","), roundings.split(",")):
         ordinary, _, _ = train(kind, rounding)
         released, share, _ = train(kind, rounding, gradient_release=True)
-        if "ddp" in kind:
-            with pytest.MonkeyPatch.context() as patch:
-                simulate_device(patch, seed=dist.get_rank())
-                for options in ({}, {"gradient_release": True}):
-                    assert train(kind, rounding, offload_states=True, **options)[0] == ordinary, options
+        with pytest.MonkeyPatch.context() as patch:
+            simulate_device(patch, seed=dist.get_rank())
+            for options in ({}, {"gradient_release": True}):
+                assert train(kind, rounding, offload_states=True, **options)[0] == ordinary, options
         _, _, norms = train(kind, rounding, gradient_release=True, clip="delayed", max_grad_norm=0.25)
         if dist.get_rank() == 0:
             print(kind, rounding, ordinary, released, f"{share:.3f}", *norms)

@@ -9,6 +9,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.trainer_ranks import digest, llama, text
+from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
@@ -46,6 +48,9 @@ def build(kind: str, format: str, rounding: str, **options):
     )
     rounding, _, in_8_bits = rounding.partition("-")
     model = llama(hidden_size=64) if in_8_bits else llama()
+    if variant == "states_on_host":
+        simulate_device(pytest.MonkeyPatch(), seed=accelerator.process_index)
+        options["offload_states"] = True
     if variant == "gradient_checkpointing":
         model.gradient_checkpointing_enable()
     hf_lowprec.cast_model(model)

@@ -120,11 +120,6 @@ class OffloadedStep(BackendStep):
                 "offload_states=True keeps the states of parameters on a GPU in host memory, but a parameter is on the "
                 "CPU, where its states are in any case; build the optimizer without it, or move the model first"
             )
-        if fused_group.sharding is not None:
-            raise ValueError(
-                "offload_states=True cannot step shards; with FSDP2's CPU offload (fsdp_offload_params), parameters "
-                "and states are on the host"
-            )
         self._host_steps = host_steps
         self._copies = host_steps.copies(fused_group.device)
         self._buckets = [
