@@ -74,8 +74,8 @@ def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> Memor
 def expected_gradients(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Those of the model's `params` whose gradients will exist at once."""
     trainable = [param for param in params if param.requires_grad]
-    releases = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.gradient_release
-    return gradients_alive(reversed(trainable)) if releases else trainable
+    collects = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.collector is not None
+    return gradients_alive(reversed(trainable)) if collects else trainable
 
 
 def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ class Algorithm(torch.optim.Optimizer):
     skip_nonfinite: bool
     gradient_release: bool = False
     offload_states: bool = False
+    offload_gradients: bool = False
     clip: str = "exact"
     skipped_before: int
     """Steps that `skip_nonfinite` had skipped when the states that were loaded were saved."""
@@ -45,6 +47,9 @@ class Algorithm(torch.optim.Optimizer):
 
     named_defaults: ClassVar[dict[str, Any]] = {}
     """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
+
+    gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+    """The gradient of a parameter, or None. Written in C, since a step calls it for every parameter."""
 
     flags: ClassVar[tuple[str, ...]] = ()
     """Boolean keys of parameter groups that the constructor does not take."""
@@ -85,6 +90,10 @@ class Algorithm(torch.optim.Optimizer):
     def state_device(self, param: Tensor) -> torch.device:
         """Where the states of `param` are."""
         return torch.device("cpu") if self.offload_states else param.device
+
+    def gradient_device(self, param: Tensor) -> torch.device:
+        """Where the gradient of `param` is in a step."""
+        return torch.device("cpu") if self.offload_gradients else param.device
 
     def stored_states(self, group: ParamGroup, param: Tensor) -> tuple[State, ...]:
         """The algorithm's states that `param` has and, if it is low-precision, those of the rounding mode."""

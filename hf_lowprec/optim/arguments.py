@@ -44,6 +44,7 @@ class Shared(TypedDict, total=False):
     gradient_release: bool
     clip: Clip
     offload_states: bool
+    offload_gradients: bool
 
 
 def full_signature(algorithm: type, base: type) -> inspect.Signature:
@@ -140,6 +141,7 @@ FOREIGN_ARGUMENTS = {
 EXECUTION_ARGUMENTS = {
     *("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
     "offload_states",
+    "offload_gradients",
 }
 """Arguments that apply to the whole optimizer and cannot be set per parameter group."""
 
@@ -257,9 +259,20 @@ def check_gradient_release(
         raise ValueError(f"capturable=True: a CUDA graph cannot hold a step whose parts run in hooks, and {freed}")
 
 
-def check_offload_states(offload_states: Any, backend: Any, capturable: Any) -> None:
-    """Raise ValueError if `offload_states` is invalid, or excluded by one of the other arguments."""
+def check_offload(
+    offload_states: Any, offload_gradients: Any, backend: Any, capturable: Any, gradient_release: Any
+) -> None:
+    """Raise ValueError if one of the first two is invalid, or excluded by one of the other arguments."""
     check_boolean("offload_states", offload_states)
+    check_boolean("offload_gradients", offload_gradients)
+    if offload_gradients and not offload_states:
+        raise ValueError("offload_gradients=True moves gradients to where the states are; add offload_states=True")
+    if offload_gradients and gradient_release:
+        raise ValueError(
+            "offload_gradients=True keeps gradients on the host until step(), but gradient_release=True steps during "
+            "the backward pass; use one of the two. gradient_release=True overlaps more, and needs no host memory for "
+            "gradients; offload_gradients=True clips exactly and accumulates micro-batches"
+        )
     if offload_states and backend == "triton":
         raise ValueError("backend='triton' steps on a GPU, but offload_states=True steps on the CPU; use 'auto'")
     if offload_states and capturable:

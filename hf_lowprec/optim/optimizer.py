@@ -20,8 +20,10 @@ from hf_lowprec.optim import arguments, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.backends import selection
+from hf_lowprec.optim.gradient_release.collector import GradientCollector
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
+from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
@@ -93,6 +95,9 @@ class LowPrecisionOptimizer(Algorithm):
         offload_states: keep the states of parameters on a GPU in host memory, and step them there, see `offload/`.
             Weights and states are those of the ordinary step, bit for bit. Only for algorithms that step each element
             by itself.
+        offload_gradients: only with `offload_states`: move gradients to host memory during the backward pass, as soon
+            as they are final, and free them on the GPU. There they are added up over micro-batches and wait for
+            `step()`, which frees them, so that `max_grad_norm` clips by the norm of the step's own gradients.
 
     Raises:
         TypeError: a keyword is unknown. For torch's `foreach`, `fused` and `differentiable`, and a few of other
@@ -112,6 +117,8 @@ class LowPrecisionOptimizer(Algorithm):
 
     release: GradientRelease | None
     """The gradient release, which steps parameters during the backward pass; None if `step` steps all."""
+    offloaded_gradients: OffloadedGradients | None
+    """Moves gradients to the host; None if they stay where they are."""
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
@@ -135,6 +142,7 @@ class LowPrecisionOptimizer(Algorithm):
         gradient_release: bool = False,
         clip: Clip = "exact",
         offload_states: bool = False,
+        offload_gradients: bool = False,
         **unexpected: Any,
     ) -> None:
         arguments.check_unexpected_keywords(type(self), unexpected)
@@ -144,10 +152,11 @@ class LowPrecisionOptimizer(Algorithm):
         gradient_release = value_of("gradient_release", gradient_release)
         max_grad_norm = value_of("max_grad_norm", max_grad_norm)
         offload_states = value_of("offload_states", offload_states)
+        offload_gradients = value_of("offload_gradients", offload_gradients)
         selection.check_backend(backend)
         arguments.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
         arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
-        arguments.check_offload_states(offload_states, backend, capturable)
+        arguments.check_offload(offload_states, offload_gradients, backend, capturable, gradient_release)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation holds the dither that it started with; `fp32_state_dict` subtracts it."""
@@ -160,6 +169,7 @@ class LowPrecisionOptimizer(Algorithm):
         self.gradient_release = bool(gradient_release)
         self.clip = clip
         self.offload_states = bool(offload_states)
+        self.offload_gradients = bool(offload_gradients)
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
@@ -167,7 +177,7 @@ class LowPrecisionOptimizer(Algorithm):
         self.before_part: list[Callable[[StepPlan], None]] = []
         """Called by `step_part` with its plan, which has gradients, scalars, clip factors and tensor means."""
         self._forget_plan()
-        self.release = None  # `add_param_group` reads it, which torch calls
+        self.release = self.offloaded_gradients = None  # `add_param_group` reads them, which torch calls
         defaults = {
             **defaults,
             "rounding": rounding,
@@ -179,12 +189,25 @@ class LowPrecisionOptimizer(Algorithm):
         super().__init__(params, {name: value_of(name, value) for name, value in defaults.items()})
         if first_parameter is None:
             parameter_numbers.number_if_single(self)
-        self.release = GradientRelease(self) if self.gradient_release else None
+        self._collect_gradients()
+
+    def _collect_gradients(self) -> None:
+        """Begin to take gradients during the backward pass, if the arguments say so."""
+        if self.gradient_release:
+            self.release = self.release or GradientRelease(self)
+        if self.offload_gradients:
+            self.offloaded_gradients = self.offloaded_gradients or OffloadedGradients(self)
+            self.gradient_of = self.offloaded_gradients.sums.get
+
+    @property
+    def collector(self) -> GradientCollector | None:
+        """What takes gradients during the backward pass; None if they stay in `param.grad`."""
+        return self.release or self.offloaded_gradients
 
     def _forget_plan(self) -> None:
         """Drop what was made for the tensors that the optimizer has had so far."""
         self._plan: StepPlan | None = None
-        self._host_steps = HostSteps()
+        self.host_steps = HostSteps()
         self._captured_steps: set[BackendStep] = set()  # replays read their tables: kept as long as the states
         self._clipping = GradientClipping()
 
@@ -231,6 +254,8 @@ class LowPrecisionOptimizer(Algorithm):
                 self.finish_host_steps()
                 self._keep_norm(norm)
                 self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.end_step()
         return loss
 
     def finish_host_steps(self) -> None:
@@ -238,7 +263,7 @@ class LowPrecisionOptimizer(Algorithm):
 
         Needed before weights or states are read between the backward pass and `step`, with `gradient_release`.
         """
-        self._host_steps.finish()
+        self.host_steps.finish()
 
     def begin_step_of_parts(self, norm: Tensor) -> None:
         """Begin a step that takes some parameters at a time, each with `step_part`. A call of `step` ends it.
@@ -324,7 +349,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         self._check_groups()
-        place_gradients(params_of(self))
+        self._gather_gradients()
         if self._clipping.pending is not None:
             self._clipping.match(self._gradients())
         return self._plan_with_gradients(clipped=self.limit is not None)
@@ -409,7 +434,9 @@ class LowPrecisionOptimizer(Algorithm):
 
     def _build_backend_step(self, group: FusedGroup) -> BackendStep:
         build = functools.partial(selection.build_backend_step, self.backend)
-        return OffloadedStep(group, self._host_steps, build) if self.offload_states else build(group)
+        if self.offload_states:
+            return OffloadedStep(group, self.host_steps, build, self.offload_gradients)
+        return build(group)
 
     def clip_step(self, plan: StepPlan) -> Tensor | None:
         """Set the clip factor of the planned step, if it clips, and whether it is skipped.
@@ -494,7 +521,7 @@ class LowPrecisionOptimizer(Algorithm):
     @without_grad
     def _compute_norm(self, max_norm: float | None) -> PendingClip:
         """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
-        place_gradients(params_of(self))
+        self._gather_gradients()
         grads = self._gradients()
         self._clipping.match(grads)
         if max_norm is not None and not self._clipping.clips and has_views(grads):
@@ -505,9 +532,16 @@ class LowPrecisionOptimizer(Algorithm):
         with self._plan_with_gradients(clipped=limit is not None, norm_only=True) as plan:
             return self._clipping.compute_norm(grads, plan.backend_steps, max_norm)
 
+    def _gather_gradients(self) -> None:
+        """Bring all gradients to where the step expects them."""
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.collect()
+        else:
+            place_gradients(params_of(self))
+
     def _gradients(self) -> list[Tensor]:
         with without_torch_function():
-            return [grad for grad in map(operator.attrgetter("grad"), params_of(self)) if grad is not None]
+            return [grad for grad in map(self.gradient_of, params_of(self)) if grad is not None]
 
     @_never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -517,6 +551,8 @@ class LowPrecisionOptimizer(Algorithm):
         super().zero_grad(set_to_none)
         if self.release is not None:
             self.release.forget_waiting()
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.end_step()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.
@@ -535,8 +571,8 @@ class LowPrecisionOptimizer(Algorithm):
         except Exception:
             self.param_groups.pop()
             raise
-        if self.release is not None:
-            self.release.watch_parameters()
+        if self.collector is not None:
+            self.collector.watch_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, as `torch.optim.Optimizer.state_dict` does, with dtypes as strings.
@@ -590,7 +626,8 @@ class LowPrecisionOptimizer(Algorithm):
         self._forget_plan()
         self._stepped_parts = False
         vars(self).setdefault("before_part", [])
-        self.release = vars(self).get("release")  # there is one while torch loads a state dict
-        if self.gradient_release:
-            self.release = self.release or GradientRelease(self)
+        for name in ("release", "offloaded_gradients"):  # there may be one while torch loads a state dict
+            vars(self).setdefault(name, None)
+        self._collect_gradients()
+        if self.release is not None:
             self.release.resume(norm_before)

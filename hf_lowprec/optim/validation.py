@@ -283,10 +283,10 @@ def check_memory(group: ParamGroup, position: int, index: int, what: str, tensor
         )
 
 
-def raise_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoReturn:
+def raise_mismatch(index: int, param: Tensor, grad: Tensor, state: dict[str, Any]) -> NoReturn:
     """Raise the ValueError for a gradient or state whose shape or device is not that of its parameter."""
-    tensors = {"grad": param.grad, **{name: value for name, value in state.items() if name != "step"}}
-    listed = ", ".join(f"{name} {tuple(t.shape)} on {t.device}" for name, t in tensors.items() if t is not None)
+    tensors = {"grad": grad, **{name: value for name, value in state.items() if name != "step"}}
+    listed = ", ".join(f"{name} {tuple(t.shape)} on {t.device}" for name, t in tensors.items())
     raise ValueError(
         f"parameter {index} has shape {tuple(param.shape)} on {param.device} and {listed}: it was resized or moved "
         "after its first step; build a new optimizer, or change its state accordingly"

@@ -241,7 +241,7 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
     return averager
 
 
-def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> None:
+def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans, argument: str) -> None:
     """Hand the averages of each bucket to `take_means` as soon as they are there, during the backward pass.
 
     From then on, DDP itself writes no averages into `param.grad`. The hook does it for parameters whose averages
@@ -250,6 +250,7 @@ def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> No
     Args:
         model: the model.
         take_means: takes the averages.
+        argument: the optimizer's argument that asks for it, for messages.
 
     Raises:
         RuntimeError: the model has not been prepared by `reduce_in_fp32`; or with `find_unused_parameters` or
@@ -258,7 +259,7 @@ def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> No
     averager = next((state for state in comm_hook_states(model) if isinstance(state, BucketAverager)), None)
     if averager is None:
         raise RuntimeError(
-            "gradient_release=True under DistributedDataParallel must wait for the mean over ranks, which only "
+            f"{argument} under DistributedDataParallel must wait for the mean over ranks, which only "
             "hf_lowprec's communication hook reports: call hf_lowprec.prepare_accelerator(accelerator) before "
             "accelerator.prepare or, without Accelerate, hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped "
             "model"
@@ -269,7 +270,7 @@ def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> No
     ):
         if getattr(model, option):
             raise RuntimeError(
-                f"gradient_release=True does not support DistributedDataParallel({option}=True), which finds out at "
+                f"{argument} does not support DistributedDataParallel({option}=True), which finds out at "
                 f"the end of the backward pass which parameters have gradients; set {ways}, or use FSDP2"
             )
     leave_gradients_to_hook(model)

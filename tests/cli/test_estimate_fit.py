@@ -43,7 +43,7 @@ def test_what_is_missing_is_said_if_nothing_fits(folder):
     assert result.exit_code == 1 and "→" not in result.output and "TrainingArguments" not in result.output
     data = json.loads((as_json := run(folder, "--gpu-memory", 1, "--json")).output)
     assert as_json.exit_code == 1 and data["best"] is None
-    assert "Nothing fits: 1.00 GiB are missing for split, states on the host" in result.output
+    assert "Nothing fits: 1.00 GiB are missing for split, states and gradients on the host" in result.output
     assert "LoRA of rank 2 takes 0.00 GiB per GPU" in result.output
 
 

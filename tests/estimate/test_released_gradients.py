@@ -113,7 +113,7 @@ def test_the_report_says_it(tmp_path):
     optimizer = hf_lowprec.AdamW((model := build(True)).parameters(), gradient_release=True)
     line, _ = (line for line in precision_report(model, optimizer, report).splitlines() if "gradients" in line)
     count = sum(param.numel() for param in model.parameters())
-    assert line.endswith(f" at once, of {count:,}: released during the backward pass)")
+    assert line.endswith(f" at once, of {count:,}: freed during the backward pass)")
 
 
 def test_accumulation_is_refused():

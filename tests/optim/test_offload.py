@@ -95,28 +95,34 @@ HOW = [
     {"gradient_release": True, "clip": "delayed", "max_grad_norm": 0.01},
     {"state_dtype": torch.int8, "gradient_release": True, "rounding": "split"},
     {"backend": "eager"},
+    {"offload_gradients": True},
+    {"offload_gradients": True, "max_grad_norm": 0.01},
+    {"offload_gradients": True, "max_grad_norm": 0.01, "skip_nonfinite": True, "rounding": "split"},
+    {"offload_gradients": True, "state_dtype": torch.int8, "rounding": "stochastic"},
 ]
 
 
 @pytest.mark.parametrize("options", HOW, ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_options_have_the_same_bits_in_any_order_of_copies(simulate, options, seed):
-    def make(params, **more):
-        return AdamW(params, lr=0.01, **options, **more)
-
-    expected = trained(make)
+    ordinary = {key: value for key, value in options.items() if key != "offload_gradients"}
+    expected = trained(functools.partial(AdamW, lr=0.01, **ordinary))
     copies = simulate(0.3, seed)
-    assert_equal(trained(lambda params: make(params, offload_states=True)), expected)
+    assert_equal(trained(functools.partial(AdamW, lr=0.01, offload_states=True, **options)), expected)
     weights = sum(param.numel() for param in network().parameters())
     assert copies.sent == STEPS * 2 * weights
     clip_factors = copies.fetched - STEPS * 4 * weights
     assert (clip_factors > 0) == ("max_grad_norm" in options)
 
 
-def test_gradients_of_micro_batches_are_accumulated(simulate):
-    expected = trained(lambda params: AdamW(params, lr=0.01), micro_batches=3)
-    simulate()
-    assert_equal(trained(lambda params: AdamW(params, lr=0.01, offload_states=True), micro_batches=3), expected)
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True, "max_grad_norm": 0.01}], ids=str)
+def test_gradients_of_micro_batches_are_accumulated(simulate, options):
+    limit = options.get("max_grad_norm")
+    expected = trained(functools.partial(AdamW, lr=0.01, max_grad_norm=limit), micro_batches=3)
+    for seed in range(5):
+        simulate(0.3, seed)
+        offloading = functools.partial(AdamW, lr=0.01, offload_states=True, **options)
+        assert_equal(trained(offloading, micro_batches=3), expected)
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -38,6 +38,7 @@ from hf_lowprec.integrations.export.parameter_names import write_model_descripti
 from hf_lowprec.integrations.live_models.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
@@ -287,8 +288,8 @@ def _prepare(
         prepared = original(accelerator, *args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
     for optimizer in private_apis.prepared_optimizers(accelerator):
-        if release := gradient_release_of(optimizer):
-            release.watch_parameters()  # accelerate has given it the shards
+        if collector := collector_of(optimizer):
+            collector.watch_parameters()  # accelerate has given it the shards
     sharded = private_apis.prepared_models(accelerator)[-1]
     give_low_bits(sharded, low_bits, accelerator.device)
     scratch = reduce_scatter_in_fp32(sharded, reduction.reduction)
@@ -438,14 +439,14 @@ def _prepare_optimizer(
     Raises:
         ValueError: the optimizer releases gradients that the accelerator would accumulate.
     """
-    release = gradient_release_of(unwrap_optimizer(optimizer))
-    if release and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(accelerator))):
+    collector = collector_of(unwrap_optimizer(optimizer))
+    if collector and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(accelerator))):
         raise ValueError(
-            "gradient_release=True steps in every backward pass, before the gradients of a model sharded at load "
+            f"{collector.argument} takes gradients in every backward pass, before those of a model sharded at load "
             "(DistributedConfig) are complete; remove it"
         )
     steps = accelerator.gradient_accumulation_steps
-    if release and steps > 1:
+    if collector and not collector.accumulates and steps > 1:
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
@@ -518,9 +519,9 @@ def _clip_grad_norm_(
     ids_with_grad = {id(param) for param in parameters if param.grad is not None}
     for optimizer in private_apis.prepared_optimizers(accelerator):
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        if gradient_release_of(optimizer) and not ids.isdisjoint(map(id, stepped)):
+        if collector_of(optimizer) and not ids.isdisjoint(map(id, stepped)):
             comparison.compare(optimizer, max_norm)
-            is_unknown = max_norm == math.inf and optimizer.clip == "exact"
+            is_unknown = gradient_release_of(optimizer) and max_norm == math.inf and optimizer.clip == "exact"
             return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
         if ids_with_grad == {id(param) for param in stepped if param.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is

@@ -87,7 +87,9 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
         raise ValueError(
             f"{name} changes weights in eval(), but DeepSpeed would not copy them into the model; use AdamW"
         )
-    if optimizer.gradient_release:
-        raise ValueError("gradient_release=True: DeepSpeed averages gradients after the backward pass; remove it")
+    if optimizer.collector is not None:
+        raise ValueError(
+            f"{optimizer.collector.argument}: DeepSpeed averages gradients after the backward pass; remove it"
+        )
     if optimizer.state:
         raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

@@ -70,8 +70,8 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
 
 
 def _has_gradient(optimizer: LowPrecisionOptimizer, param: Tensor) -> bool:
-    released = optimizer.release is not None and optimizer.release.has_stepped(param)
-    return released or param.grad is not None
+    taken = optimizer.collector is not None and optimizer.collector.has_taken(param)
+    return taken or param.grad is not None
 
 
 def _warn_if_found(find: Callable[..., str | None], params: list[Tensor], *further: Any) -> None:

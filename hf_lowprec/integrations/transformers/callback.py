@@ -29,6 +29,7 @@ from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
+from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
@@ -197,14 +198,15 @@ class LowPrecisionCallback(TrainerCallback):
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
         _check_optimizer(args, optimizer)
-        if release := gradient_release_of(optimizer):
+        if gradient_release_of(optimizer):
             check_gradient_release(args, args.max_grad_norm, optimizer.clip)
             if self._accumulation != "nearest":
                 raise ValueError(
                     f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True "
                     "frees during every backward pass; remove one of the two"
                 )
-            release.start()  # the last run of this Trainer has stopped it
+        if collector := collector_of(optimizer):
+            collector.start()  # the last run of this Trainer has stopped it
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"], state)
@@ -352,8 +354,8 @@ class LowPrecisionCallback(TrainerCallback):
         """Leave later backward passes and steps alone."""
         if self._monitor is not None:
             self._monitor.close()
-        if release := gradient_release_of(optimizer):
-            release.stop()
+        if collector := collector_of(optimizer):
+            collector.stop()
 
 
 def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:

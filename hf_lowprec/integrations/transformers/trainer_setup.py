@@ -245,13 +245,14 @@ def _copy_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None
     """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
     Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.
-    Unless told otherwise, its DDP looks for unused parameters, which excludes gradient release.
+    Unless told otherwise, its DDP looks for unused parameters, which excludes taking gradients in the backward pass.
     """
     for key, field in REPLACED_FIELDS.items():
         setattr(args, field, options.get(key, getattr(args, field)))
     if "max_grad_norm" in options:
         args.max_grad_norm = options["max_grad_norm"]
-    if options.get("gradient_release") and args.ddp_find_unused_parameters is None:
+    takes_gradients = options.get("gradient_release") or options.get("offload_gradients")
+    if takes_gradients and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = False
 
 

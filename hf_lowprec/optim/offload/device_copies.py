@@ -57,6 +57,10 @@ class DeviceCopies:
         """Wait on the host for an event."""
         event.synchronize()
 
+    def order_after(self, event: Any) -> None:
+        """Let the current stream wait for an event, so that what it computes from now on may write to the sources."""
+        self._module.current_stream(self._device).wait_event(event)
+
     def make_visible(self) -> None:
         """Let the current stream wait for all copies to the device so far."""
         self._module.current_stream(self._device).wait_stream(self._to_device)

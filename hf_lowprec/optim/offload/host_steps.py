@@ -1,8 +1,9 @@
 """Steps on the host for parameters on a device.
 
-Parameters are stepped bucket by bucket: weights and gradients of a bucket are copied to the host, a thread steps them
-there by an ordinary backend of the CPU, and the new weights are copied back. Meanwhile the device computes, for example
-the rest of the backward pass, and the next bucket is copied. A few buckets share the host's staging memory in turn.
+Parameters are stepped bucket by bucket: weights and gradients of a bucket are copied to the host, unless gradients are
+there already (`gradients.py`). A thread steps them there by an ordinary backend of the CPU, and the new weights are
+copied back. Meanwhile the device computes, for example the rest of the backward pass, and the next bucket is copied. A
+few buckets share the host's staging memory in turn.
 
 The states never leave the host, so a parameter's states and its weight are always of the same step once `finish` has
 returned.
@@ -11,8 +12,9 @@ returned.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +29,7 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
 
 BUCKET_ELEMENTS = 1 << 24
-"""A bucket ends once it has this many elements."""
+"""A bucket has at most this many elements, unless a single tensor is larger."""
 SLOTS = 3
 """Buckets that are on the host at once: one is fetched, one is stepped, and one is sent back."""
 _LINE = 64
@@ -37,18 +39,24 @@ class Slot:
     """Staging memory of one bucket at a time.
 
     Attributes:
-        stepped: the step of the bucket that has it, whose result is the event after which its weights are sent.
+        done: the work on the bucket that has it; its result is the event after which its weights are sent.
     """
 
     def __init__(self) -> None:
-        self.stepped: Future[Any] | None = None
+        self.done: Future[Any] | None = None
         self._memory: Tensor | None = None
 
-    def memory(self, size: int, copies: DeviceCopies) -> Tensor:
-        """At least `size` bytes, the same memory as before if that is enough."""
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = copies.host_memory(size)
-        return self._memory
+    def tensors(self, layouts: Sequence[tuple[torch.dtype, torch.Size]], copies: DeviceCopies) -> list[Tensor]:
+        """Tensors of these dtypes and shapes in the slot's memory, which grows if they need more."""
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in layouts]
+        starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
+        needed, memory = starts[-2] + sizes[-1], self._memory
+        if memory is None or memory.numel() < needed:
+            memory = self._memory = copies.host_memory(_rounded(needed))
+        return [
+            memory[start : start + size].view(dtype).view(shape)
+            for start, size, (dtype, shape) in zip(starts, sizes, layouts, strict=False)
+        ]
 
 
 class HostSteps:
@@ -68,35 +76,48 @@ class HostSteps:
         return self._copies[device]
 
     def next_slot(self) -> Slot:
-        """The slot of the next bucket of a plan."""
+        """The slot of the next bucket."""
         return next(self._next_slot)
 
-    def submit(self, bucket: Bucket, copies: DeviceCopies) -> None:
-        """Copy the bucket to the host, have the thread step it, and copy its weights back."""
-        slot = bucket.slot
-        if slot.stepped is not None:
-            copies.wait(slot.stepped.result())
-        fetched = copies.fetch(bucket.to_fetch())
+    def submit(
+        self, copies: DeviceCopies, slot: Slot, to_fetch: Iterable[Pair], work: Callable[[], Iterable[Pair]]
+    ) -> Any:
+        """Copy to the host, have the thread do `work` on it, and copy back what that returns.
+
+        Args:
+            copies: of the device.
+            slot: the staging memory that is used; waits for the work on the bucket that has it.
+            to_fetch: what is copied to the host.
+            work: called in the thread; returns what is copied to the device.
+
+        Returns:
+            The event after which everything is on the host.
+        """
+        if slot.done is not None:
+            copies.wait(slot.done.result())
+        fetched = copies.fetch(to_fetch)
 
         def run() -> Any:
             copies.wait(fetched)
             with torch.no_grad():
-                return copies.send(bucket.step())
+                return copies.send(work())
 
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "hf_lowprec steps on the host")
-        slot.stepped = self._thread.submit(run)
-        self._running.append(slot.stepped)
+        slot.done = self._thread.submit(run)
+        self._running.append(slot.done)
+        return fetched
 
     def finish(self) -> None:
-        """Wait until all buckets are stepped; what the device computes from now on sees their new weights.
+        """Wait until all work is done; what the device computes from now on sees the new weights.
 
         Raises:
             RuntimeError: a copy or a step failed. Some buckets have been stepped, and others have not.
         """
         running, self._running = self._running, []
-        for stepped in running:
-            stepped.result()
+        wait(running)  # for all of them, also if one has failed
+        for done in running:
+            done.result()
         if running:
             for copies in self._copies.values():
                 copies.make_visible()
@@ -109,10 +130,15 @@ class OffloadedStep(BackendStep):
         fused_group: the parameters, on a device; its entries' states are on the host.
         host_steps: of the optimizer.
         build: builds the step of a fused group on the host.
+        gradients_on_host: whether gradients are on the host, too.
     """
 
     def __init__(
-        self, fused_group: FusedGroup, host_steps: HostSteps, build: Callable[[FusedGroup], BackendStep]
+        self,
+        fused_group: FusedGroup,
+        host_steps: HostSteps,
+        build: Callable[[FusedGroup], BackendStep],
+        gradients_on_host: bool,
     ) -> None:
         super().__init__(fused_group)
         if device_copies.is_host(fused_group.device):
@@ -123,7 +149,7 @@ class OffloadedStep(BackendStep):
         self._host_steps = host_steps
         self._copies = host_steps.copies(fused_group.device)
         self._buckets = [
-            Bucket(fused_group, part, host_steps.next_slot(), self._copies, build)
+            Bucket(fused_group, part, host_steps.next_slot(), self._copies, build, gradients_on_host)
             for part in _parts(fused_group.entries)
         ]
 
@@ -133,11 +159,11 @@ class OffloadedStep(BackendStep):
         if self.fused_group.skipped:
             return
         for bucket in self._buckets:
-            self._host_steps.submit(bucket, self._copies)
+            self._host_steps.submit(self._copies, bucket.slot, bucket.to_fetch(), bucket.step)
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on their device."""
-        return square_sum(self.fused_group)
+        return square_sum(self.fused_group).to(self.fused_group.device)
 
     def tensor_sums(self) -> Tensor:
         """Not there: algorithms that need whole tensors are refused."""
@@ -156,6 +182,7 @@ class Bucket:
         slot: see above.
         copies: of the device.
         build: builds the step of a fused group on the host.
+        gradients_on_host: whether gradients are on the host, too.
     """
 
     def __init__(
@@ -165,37 +192,35 @@ class Bucket:
         slot: Slot,
         copies: DeviceCopies,
         build: Callable[[FusedGroup], BackendStep],
+        gradients_on_host: bool,
     ) -> None:
         self.slot = slot
         self._group, self._part = group, part
-        entries, dtypes = group.entries[part], (group.spec.param_dtype, group.spec.grad_dtype)
-        sizes = [entry.weight.numel() * dtype.itemsize for entry in entries for dtype in dtypes]
-        starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
-        memory = slot.memory(starts[-1] + _LINE, copies)
-        staged = [
-            memory[start : start + size].view(dtype).view(entry.weight.shape)
-            for start, size, (entry, dtype) in zip(starts, sizes, itertools.product(entries, dtypes), strict=False)
-        ]
-        self._weights, self._grads = staged[::2], staged[1::2]
-        self._clip_factor = memory[starts[-1] :][:4].view(torch.float32).view(())
+        entries, spec = group.entries[part], group.spec
+        dtypes = [spec.param_dtype] if gradients_on_host else [spec.param_dtype, spec.grad_dtype]
+        layouts = [(dtype, entry.weight.shape) for dtype in dtypes for entry in entries]
+        staged = slot.tensors(layouts, copies)
+        self._clip_factor = copies.host_memory(4).view(torch.float32).view(())
+        self._weights, self._staged_grads = staged[: len(entries)], staged[len(entries) :]
         # A copy of the dict, since the group on the device counts the steps in it.
         on_host = [
             replace(entry, weight=weight, optimizer_state=dict(entry.optimizer_state))
             for entry, weight in zip(entries, self._weights, strict=True)
         ]
-        self._on_host = FusedGroup(group.spec, torch.device("cpu"), group.sharding, on_host, scalars_on_device=False)
-        self._on_host.set_gradients(self._grads, list(map(Tensor.data_ptr, self._grads)))
+        self._on_host = FusedGroup(spec, torch.device("cpu"), group.sharding, on_host, scalars_on_device=False)
         self._step = build(self._on_host)
 
     def to_fetch(self) -> list[Pair]:
-        """Take the scalars of the coming step; return what is to be copied to the host before `step`."""
+        """Take the gradients and scalars of the coming step; return what is to be copied to the host before `step`."""
         group, entries = self._group, self._group.entries[self._part]
         self._on_host.counts.copy_(group.counts[self._part])
         self._on_host.scalars.copy_(group.scalars[self._part])
+        grads = [entry.grad for entry in entries if entry.grad is not None]
         pairs = [*zip(self._weights, (entry.weight for entry in entries), strict=True)]
-        pairs += (
-            (host, entry.grad) for host, entry in zip(self._grads, entries, strict=True) if entry.grad is not None
-        )
+        if self._staged_grads:
+            pairs += zip(self._staged_grads, grads, strict=True)
+            grads = self._staged_grads
+        self._on_host.set_gradients(grads, list(map(Tensor.data_ptr, grads)))
         if group.clip_factor is not None:
             self._on_host.clip_factor = self._clip_factor
             pairs.append((self._clip_factor, group.clip_factor))
@@ -208,16 +233,28 @@ class Bucket:
         return [*zip(weights, self._weights, strict=True)]
 
 
-def staging_bytes(params: Iterable[Tensor]) -> int:
-    """About how many bytes the staging memory of these parameters takes, with gradients of their dtypes."""
-    return SLOTS * 2 * max((max(param.numel(), BUCKET_ELEMENTS) * param.itemsize for param in params), default=0)
+def staging_bytes(params: Iterable[Tensor], gradients_on_host: bool) -> int:
+    """How many bytes the staging memory of these parameters takes at most, with gradients of their dtypes.
+
+    Args:
+        params: the parameters.
+        gradients_on_host: whether weights and gradients travel apart.
+    """
+    largest = max((max(param.numel(), BUCKET_ELEMENTS) * param.itemsize for param in params), default=0)
+    return SLOTS * _rounded(largest if gradients_on_host else 2 * largest)
+
+
+def _rounded(size: int) -> int:
+    """The next power of two. Torch rounds pinned memory in this way (`CachingHostAllocator.h`, `allocate`)."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def _parts(entries: Sequence[ParamEntry]) -> Iterator[slice]:
-    """Consecutive entries of `BUCKET_ELEMENTS`, or more if the last of them is large."""
+    """Consecutive entries of at most `BUCKET_ELEMENTS`, or a single one that is larger."""
     first = elements = 0
     for k, entry in enumerate(entries):
         elements += entry.weight.numel()
-        if elements >= BUCKET_ELEMENTS or k == len(entries) - 1:
-            yield slice(first, k + 1)
-            first, elements = k + 1, 0
+        if elements > BUCKET_ELEMENTS and k > first:
+            yield slice(first, k)
+            first, elements = k, entry.weight.numel()
+    yield slice(first, len(entries))

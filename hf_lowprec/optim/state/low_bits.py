@@ -103,7 +103,7 @@ def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
         (group, param)
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.grad is not None and not starts_with_low_bits(_settings(optimizer, group))
+        if optimizer.gradient_of(param) is not None and not starts_with_low_bits(_settings(optimizer, group))
         if low_bits(param) is not None
     ]
     if unused:

@@ -25,7 +25,6 @@ from hf_lowprec.optim.state.state_tensors import new_state_dtype
 from hf_lowprec.optim.state.states_in_8_bits import dtype_in
 from hf_lowprec.rounding import dtype_name
 
-_GRAD = operator.attrgetter("grad")
 _LAYOUT = operator.attrgetter("dtype", "shape")
 
 
@@ -57,17 +56,18 @@ class Fingerprint:
         stepped: Sequence[Tensor],
         states: Sequence[Tensor],
     ) -> None:
+        self._gradient_of = optimizer.gradient_of
         self._param_ids = param_ids
         self._settings = _settings(optimizer, clipped)
         self._groups = list(optimizer.param_groups)
         self._params = params_of(optimizer)
         self._stepped = list(stepped)
-        self._without_grad = [param for param in params_of(optimizer, param_ids) if param.grad is None]
+        self._without_grad = [p for p in params_of(optimizer, param_ids) if self._gradient_of(p) is None]
         self._optimizer_states = self._current_states(optimizer)
         self._dictionaries = [state for state in self._optimizer_states if isinstance(state, dict)]
         self._state_values = list(chain.from_iterable(map(dict.values, self._dictionaries)))
 
-        grads = list(map(_GRAD, stepped))
+        grads = list(map(self._gradient_of, stepped))
         self._sharded = any(map(is_sharded, [*stepped, *states, *grads]))
         self._state_parts = local_tensors(states)
         self._grad_types = list(map(type, grads))
@@ -128,9 +128,9 @@ class Fingerprint:
 
     def _gradients_if_unchanged(self) -> GradientParts | None:
         """The gradients, if they are of the same kinds."""
-        grads = list(map(_GRAD, self._stepped))
+        grads = list(map(self._gradient_of, self._stepped))
         if list(map(type, grads)) != self._grad_types or any(
-            map(operator.is_not, map(_GRAD, self._without_grad), repeat(None))
+            map(operator.is_not, map(self._gradient_of, self._without_grad), repeat(None))
         ):
             return None
         if self._sharded and not self._are_placed_alike(grads):

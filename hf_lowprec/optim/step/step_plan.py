@@ -122,7 +122,7 @@ class StepPlan:
         """Add the entries of one parameter group, whose first parameter has the position `first` in the optimizer."""
         specs: dict[Any, KernelSpec] = {}
         for index, param in enumerate(group["params"], first):
-            grad = param.grad
+            grad = optimizer.gradient_of(param)
             if grad is None or (param_ids is not None and id(param) not in param_ids):
                 continue
             validation.check_compensation(index, param, optimizer.state[param])
@@ -132,7 +132,7 @@ class StepPlan:
             number = number_of(param, index, group)
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
             former = states_of_other_modes(group, optimizer_state)
-            _check_shapes(index, param, states, sorted(former), optimizer_state, optimizer.state_device(param))
+            _check_shapes(optimizer, index, param, grad, states, sorted(former))
             parts = {tensor.key: local_shard(optimizer_state[tensor.key]) for tensor in states}
             of_elements = [tensor for tensor in states if tensor.state.mean_over is None]
             for name, part in parts.items():
@@ -233,8 +233,8 @@ def _check_params(optimizer: Algorithm, param_ids: Set[int]) -> None:
             validation.check_param(param, group, f"param group {k}")
             if optimizer.orthogonalizes(group):
                 check_matrix(param)
-            if param.grad is not None:
-                validation.check_gradient(param.grad)
+            if (grad := optimizer.gradient_of(param)) is not None:
+                validation.check_gradient(grad)
 
 
 def _check_gradient_memory(optimizer: Algorithm) -> None:
@@ -242,8 +242,8 @@ def _check_gradient_memory(optimizer: Algorithm) -> None:
     index = 0
     for group in optimizer.param_groups:
         for position, param in enumerate(group["params"]):
-            if param.grad is not None:
-                validation.check_memory(group, position, index, "its gradient", local_shard(param.grad))
+            if (grad := optimizer.gradient_of(param)) is not None:
+                validation.check_memory(group, position, index, "its gradient", local_shard(grad))
             index += 1
 
 
@@ -256,30 +256,26 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 
 def _check_shapes(
-    index: int,
-    param: Tensor,
-    states: list[StateTensor],
-    former: list[str],
-    optimizer_state: dict[str, Any],
-    state_device: torch.device,
+    optimizer: Algorithm, index: int, param: Tensor, grad: Tensor, states: list[StateTensor], former: list[str]
 ) -> None:
-    """Raise ValueError unless the gradient and states of `param` have their shapes, and its device and placement.
+    """Raise ValueError unless the gradient and states of `param` have their shapes, devices and placements.
 
     Args:
+        optimizer: the optimizer of `param`.
         index: the parameter's position in the optimizer.
         param: the parameter.
+        grad: its gradient.
         states: the states that it has.
         former: names of those that it had in another rounding mode.
-        optimizer_state: its entry in `optimizer.state`.
-        state_device: where its states should be.
     """
+    optimizer_state, state_device = optimizer.state[param], optimizer.state_device(param)
     shapes: dict[str, tuple[torch.Size, int | None]] = dict.fromkeys(former, (param.shape, None))
     shapes |= {tensor.key: (tensor.shape, tensor.state.mean_over) for tensor in states}
-    assert param.grad is not None
     of_states = ((optimizer_state[name], *each, state_device) for name, each in shapes.items())
-    for tensor, shape, mean_over, device in ((param.grad, param.shape, None, param.device), *of_states):
+    of_grad = grad, param.shape, None, optimizer.gradient_device(param)
+    for tensor, shape, mean_over, device in (of_grad, *of_states):
         if tensor.shape != shape or tensor.device != device:
-            validation.raise_mismatch(index, param, optimizer_state)
+            validation.raise_mismatch(index, param, grad, optimizer_state)
         validation.check_placement(index, param, tensor, mean_over)
 
 

@@ -319,7 +319,7 @@ def table(rows: list[Row], setup: Setup) -> Table:
     from rich.table import Table
 
     gpus, gpu_memory = setup.gpus, setup.gpu_memory
-    with_host = any(row.host for row in rows)
+    with_host = any(row.on_host(gpus) for row in rows)
     with_step, with_activations = any(row.step for row in rows), any(row.activations for row in rows)
     peaks = [row.peak(gpus, setup.gradient_accumulation_steps) for row in rows]
     power, unit = (
@@ -343,7 +343,7 @@ def table(rows: list[Row], setup: Setup) -> Table:
         used = row.per_gpu(gpus) if peak is None else peak
         sizes: list[float | None] = [row.memory.weights.total(), row.gradients(gpus), row.memory.state.total()]
         sizes += [gpus * row.step] if with_step else []
-        sizes += [row.host + row.staging] if with_host else []
+        sizes += [row.on_host(gpus)] if with_host else []
         cells = [*_in_units(sizes, power), *_in_units([row.total(gpus)], power)]
         cells += [f"{row.total(gpus) / row.memory.parameters:,.2f}"]
         cells += _in_units([row.per_gpu(gpus)], power) if gpus > 1 else []
@@ -372,7 +372,7 @@ def _as_data(rows: list[Row], notes: list[str], setup: Setup) -> dict[str, Any]:
                 "gradients": row.gradients(gpus),
                 "state": row.memory.state.total(),
                 "step_per_gpu": row.step,
-                "host": row.host + row.staging,
+                "host": row.on_host(gpus),
                 "total": row.total(gpus),
                 "bytes_per_parameter": row.total(gpus) / row.memory.parameters,
                 "per_gpu": row.per_gpu(gpus),

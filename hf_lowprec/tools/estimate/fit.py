@@ -15,6 +15,7 @@ RESERVE = 2 << 30
 """Bytes that stay free: CUDA's own memory, scratch memory of kernels, and what a card has less than its name says."""
 
 _INT8, _RELEASE, _OFFLOAD = "state_dtype=int8", "gradient_release=True,clip=delayed", "offload_states=True"
+_OFFLOAD_ALL = f"{_OFFLOAD},offload_gradients=True"
 
 
 class Option(NamedTuple):
@@ -49,6 +50,7 @@ OPTIONS = (
     Option("Adafactor, split, gradient release", "adafactor_bf16_split", _RELEASE),
     Option("Adafactor, stochastic, gradient release", "adafactor_bf16_sr", _RELEASE),
     Option("split, states on the host", "adamw_bf16_split", _OFFLOAD),
+    Option("split, states and gradients on the host", "adamw_bf16_split", _OFFLOAD_ALL),
     Option("split, states on the host, gradient release", "adamw_bf16_split", f"{_OFFLOAD},{_RELEASE}"),
 )
 """In the order in which they are proposed. Checkpointing and smaller micro-batches cost time; release costs exact
@@ -66,7 +68,8 @@ class Setting(NamedTuple):
         peak: the most bytes that a GPU holds at once.
         missing: bytes that a GPU lacks; at most 0 if the setting fits.
         checkpoint: bytes of a checkpoint on disk: weights and optimizer state.
-        host: bytes of host memory that training takes: states, and memory through which gradients travel.
+        host: bytes of host memory that training takes on all GPUs' machines: states, gradients, and memory through
+            which they travel.
     """
 
     option: Option
@@ -137,8 +140,8 @@ def find_fit(
             counted[key] = estimate_activations(model, size, sequence_length, option.gradient_checkpointing)
         peak = row._replace(activations=counted[key]).peak(gpus, steps)
         assert peak is not None
-        checkpoint = row.memory.weights.total() + row.memory.state.total() + row.host
-        missing, host = peak + RESERVE - gpu_bytes, row.host + row.staging
+        checkpoint = row.memory.weights.total() + row.memory.state.total() + row.host_states
+        missing, host = peak + RESERVE - gpu_bytes, row.on_host(gpus)
         return Setting(option, size, steps, sync, peak, missing, checkpoint, host)
 
     divisors = [each for each in range(batch_size, 0, -1) if batch_size % each == 0]
@@ -146,8 +149,6 @@ def find_fit(
     for option in OPTIONS:
         releases = _RELEASE in option.optim_args
         if (releases and gradient_accumulation_steps > 1) or gradient_checkpointing > option.gradient_checkpointing:
-            continue
-        if gpus > 1 and _OFFLOAD in option.optim_args:
             continue
         sizes = [batch_size] if releases or not option.gradient_checkpointing else divisors
         tries = [(size, False) for size in sizes]

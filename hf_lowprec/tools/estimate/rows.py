@@ -59,9 +59,10 @@ class Row(NamedTuple):
         fp32_parts: which parameters a cast keeps in FP32: their number, by reason.
         kept_in_bf16: elements of states that 8 bits were asked for and that stay in BF16, by reason.
         activations: of one forward and backward on one GPU; None if not estimated.
-        host: bytes of optimizer states in host memory; `memory` does not have them.
-        staging: bytes of host memory through which weights and gradients travel.
-        releases: whether gradients are released during the backward; `memory` has those that exist at once.
+        host_states: bytes of optimizer states in host memory, of the whole model; `memory` does not have them.
+        host_gradients: the same of gradients.
+        staging: bytes of host memory through which weights and gradients travel, for every GPU.
+        frees_gradients: whether gradients are freed during the backward; `memory` has those that exist at once.
     """
 
     name: str
@@ -71,9 +72,10 @@ class Row(NamedTuple):
     fp32_parts: dict[str, int] | None = None
     kept_in_bf16: dict[str, int] | None = None
     activations: Activations | None = None
-    host: int = 0
+    host_states: int = 0
+    host_gradients: int = 0
     staging: int = 0
-    releases: bool = False
+    frees_gradients: bool = False
 
     def total(self, gpus: int = 1) -> float:
         """Bytes on all GPUs together while the optimizer steps; no activations."""
@@ -87,6 +89,10 @@ class Row(NamedTuple):
         """Bytes on each of `gpus` while the optimizer steps; no activations."""
         return self.memory.total / gpus + self.accumulation + self.step
 
+    def on_host(self, gpus: int = 1) -> int:
+        """Bytes of host memory that states, gradients and their copies take on the machines of all GPUs together."""
+        return self.host_states + self.host_gradients + gpus * self.staging
+
     def peak(self, gpus: int, gradient_accumulation_steps: int) -> float | None:
         """The most bytes that each of `gpus` holds at once in training; None if activations are not estimated.
 
@@ -95,10 +101,11 @@ class Row(NamedTuple):
         """
         if self.activations is None:
             return None
-        if gpus > 1 or gradient_accumulation_steps > 1 or self.accumulation:
+        sums = gradient_accumulation_steps > 1 and not self.frees_gradients
+        if gpus > 1 or sums or self.accumulation:
             forward_and_backward = self.per_gpu(gpus) - self.step + self.activations.peak
         else:
-            backward = self.activations.with_release if self.releases else self.activations.with_gradients
+            backward = self.activations.with_release if self.frees_gradients else self.activations.with_gradients
             forward_and_backward = self.memory.total - self.memory.gradients.total() + backward
         return max(self.per_gpu(gpus), forward_and_backward)
 
@@ -142,8 +149,7 @@ def low_precision_row(
         report = cast_model(model, keep_fp32=options.keep_fp32)
         return_float32(model, next_to_loss=False)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        releases = kwargs.get("gradient_release", False)
-        if releases and steps > 1:
+        if kwargs.get("gradient_release") and steps > 1:
             raise InputError(
                 "gradient_release=True does not accumulate gradients; gradient_accumulation_steps must be 1"
             )
@@ -151,13 +157,18 @@ def low_precision_row(
         if parallelism.zero is not None:
             _check_for_zero(optimizer, mode)
         memory = expected_memory(model, optimizer)
-        optimizer.stop_gradient_release()
-    accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
-    host = staging = 0
+        if optimizer.collector is not None:
+            optimizer.collector.stop()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    gradients = sum(param.nbytes for param in trained)
+    accumulation = accumulator_bytes(trained, mode) or (gradients if gpus > 1 and steps > 1 else 0)
+    of_host = {}
     if optimizer.offload_states:
-        if gpus > 1:
-            raise InputError("offload_states=True does not step shards; use one GPU")
-        host, staging = memory.state.total(), staging_bytes(model.parameters())
+        of_host = {
+            "host_states": memory.state.total(),
+            "host_gradients": gradients if optimizer.offload_gradients else 0,
+            "staging": staging_bytes(trained, optimizer.offload_gradients),
+        }
         memory = replace(memory, state=Counter())
     kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
     peak, fp32_parts = step_peak(optimizer), _fp32_parts(model, report)
@@ -165,9 +176,8 @@ def low_precision_row(
         divided = zero_memory(memory, False, parallelism.zero, gpus, steps)
         return Row(name, *divided, fp32_parts=fp32_parts, kept_in_bf16=kept_in_bf16)
     memory = with_whole_parameters(memory, optimizer, whole_parameters(model, parallelism), parallelism.tp)
-    return Row(
-        name, memory, accumulation, peak, fp32_parts, kept_in_bf16, host=host, staging=staging, releases=releases
-    )
+    frees_gradients = optimizer.collector is not None
+    return Row(name, memory, accumulation, peak, fp32_parts, kept_in_bf16, frees_gradients=frees_gradients, **of_host)
 
 
 def _check_for_zero(optimizer: Any, grad_accumulation: str) -> None:

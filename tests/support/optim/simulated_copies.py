@@ -70,6 +70,9 @@ class SimulatedCopies(DeviceCopies):
     def send(self, pairs: Iterable[Pair]) -> Event:
         return self._enqueue("send", self._to_device, pairs)
 
+    def order_after(self, event: Event) -> None:
+        self.wait(event)
+
     def wait(self, event: Event) -> None:
         with self._lock:
             self._called("wait")

@@ -52,7 +52,8 @@ def precision_report(
             counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
             lines.append(f"  {_names_of_low_bits_states(optimizer):<16}starts with {counts}")
         how = ", gradients released during the backward pass" if optimizer.gradient_release else ""
-        how += ", states in host memory" if optimizer.offload_states else ""
+        on_host = "states and gradients" if optimizer.offload_gradients else "states"
+        how += f", {on_host} in host memory" if optimizer.offload_states else ""
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}{how}")
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
@@ -141,6 +142,6 @@ def _row(
     floats = scales is not None or all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats and not of_means else f"{'':21}"
     shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())
-    shares += f" at once, of {sum(of.values()):,}: released during the backward pass" if of else ""
+    shares += f" at once, of {sum(of.values()):,}: freed during the backward pass" if of else ""
     shares += f", scales {sum(scales.values()):,}" if scales else ""
     return f"  {title:<16}{size / 2**20:>10,.1f} MiB {each}  ({shares})"

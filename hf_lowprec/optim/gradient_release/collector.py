@@ -1,0 +1,248 @@
+"""Collects gradients as soon as they are final, bucket by bucket, so that they can be freed during the backward pass.
+
+A hook on each parameter runs when its gradient is final: after autograd has added up all its uses, and after the
+reduce-scatter of FSDP2, which calls the same hooks. Parameters are collected in a bucket. A full bucket is taken: its
+parameters are stepped (`release.py`), or their gradients are moved to the host (`offload/gradients.py`). `step()` takes
+the rest. The newest gradient always waits for the next one or for `step()`, so that code which writes to the gradients
+in between, as `torch.nn.utils.clip_grad_norm_` does, finds one, and the write is noticed.
+
+DDP runs these hooks before it averages, so its communication hook hands over the means instead: see `take_means` and
+`integrations/live_models/gradients_after_reduction.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.gradient_release.buckets import GradientBucket, bucket_key
+from hf_lowprec.optim.gradient_release.hooks import GradientHooks
+from hf_lowprec.optim.graph_capture import is_capturing
+from hf_lowprec.optim.sharding import local_shard
+
+
+class CollectingOptimizer(Protocol):
+    """The interface of a `LowPrecisionOptimizer` that its `GradientCollector` uses."""
+
+    param_groups: list[ParamGroup]
+
+    def run_first_gradient_checks(self) -> None:
+        """Run the checks before the first gradient is taken."""
+
+
+class GradientCollector(ABC):
+    """Takes the gradients of an optimizer's parameters as soon as they are final.
+
+    Attributes:
+        argument: the optimizer's argument that asks for it, for messages.
+        accumulates: whether a parameter may get several gradients before `step()`.
+
+    Args:
+        optimizer: the optimizer. It is referenced weakly; when it is deleted, the hooks are removed.
+    """
+
+    argument: ClassVar[str]
+    accumulates: ClassVar[bool]
+
+    def __init__(self, optimizer: CollectingOptimizer) -> None:
+        self._reference = weakref.ref(optimizer)
+        self._averaged_later: set[int] = set()  # identities of parameters, see `average_later`
+        self._checked = False
+        self._hooks = GradientHooks(self.gradient_is_final)
+        self._lock = threading.RLock()  # autograd has a thread per device
+        self._begin_step()
+        self.start()
+
+    @property
+    def _optimizer(self) -> Any:
+        optimizer = self._reference()
+        assert optimizer is not None, "the optimizer owns this object"
+        return optimizer
+
+    def start(self) -> None:
+        """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers.
+
+        If a backward pass was interrupted, its step is over: what it has taken stays as it is.
+        """
+        self._hooks.start()
+        self._begin_step()
+        self.watch_parameters()
+
+    def stop(self) -> None:
+        """Remove the hooks until `start` is called. `step()` then finds all gradients."""
+        self._hooks.stop()
+
+    def watch_parameters(self) -> None:
+        """Give new parameters a hook, and remove the hooks of those that are gone.
+
+        Called wherever parameters may have been added, unfrozen or replaced, as FSDP2 replaces them.
+        """
+        if self._hooks.watch(self._params()):
+            self._checked = False
+
+    def gradient_is_final(self, param: Tensor) -> None:
+        """Put the gradient of `param` into its bucket, and take the bucket if it is full; called by its hook.
+
+        Raises:
+            RuntimeError: it is a second gradient and they are not accumulated, or a CUDA graph is captured.
+        """
+        if param.grad is None:  # another hook has taken it
+            return
+        if is_capturing():
+            raise RuntimeError(
+                f"{self.argument} takes gradients during the backward pass, which cannot be captured in a CUDA graph; "
+                "build the optimizer without it"
+            )
+        with self._lock:
+            self._check_once()
+            running = self._running
+            if id(param) in running.versions and not self.accumulates:
+                raise RuntimeError(self._second_gradient(param))
+            if id(param) in self._averaged_later:
+                running.versions[id(param)] = None
+                return
+            key = bucket_key(param)
+            # The sum of two gradients, if the first one still waits.
+            waits = id(param) in running.versions and any(param is each for each in running.waiting[key].params)
+            running.versions[id(param)] = _version(param.grad)
+            self._take_waiting(key, 0 if waits else running.waiting[key].add(param))
+
+    def _check_once(self) -> None:
+        if not self._checked:
+            self._optimizer.run_first_gradient_checks()
+            self._checked = True
+
+    def average_later(self, params: Collection[Tensor]) -> None:
+        """Do not take the gradients of `params` when they are final, but when `take_means` hands over the means."""
+        self._averaged_later |= set(map(id, params))
+
+    def take_means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[bool]:
+        """Take `means`, gradients averaged over ranks, of those of `params` that this optimizer has.
+
+        Returns:
+            For each parameter, whether its gradient was taken, and freed.
+        """
+        with self._lock:
+            to_take = self._averaged_later & self._running.versions.keys()
+            if not self.accumulates:
+                to_take -= self._running.taken
+            mine = [id(param) in to_take for param in params]
+            bucket = self._running.waiting["means"]  # all that is there is taken, since DDP keeps it in any case
+            for param, mean, is_mine in zip(params, means, mine, strict=True):
+                if is_mine:
+                    param.grad = mean
+                    self._running.versions[id(param)] = _version(mean)
+                    bucket.add(param)
+            self._take_waiting("means", len(bucket.params) - 1)
+        return mine
+
+    def forget_waiting(self) -> None:
+        """Forget gradients that have not been taken yet; called by `zero_grad`."""
+        with self._lock:
+            for bucket in self._running.waiting.values():
+                for param in bucket.take(len(bucket.params)):
+                    self._running.versions.pop(id(param), None)
+            self.watch_parameters()
+
+    def has_taken(self, param: Tensor) -> bool:
+        """Return whether a gradient of `param` has been taken since the last `step()`."""
+        return id(param) in self._running.taken
+
+    def _params(self) -> Any:
+        return (param for group in self._optimizer.param_groups for param in group["params"])
+
+    def _begin_step(self) -> None:
+        """Begin a step of which nothing has been taken yet."""
+        self._running = _RunningStep()
+
+    def _take_rest(self) -> None:
+        """Take all gradients that have not been taken."""
+        self._check_once()
+        running = self._running
+        waiting = {id(param) for bucket in running.waiting.values() for param in bucket.params}
+        for param in self._params():
+            if param.grad is None or id(param) in waiting:
+                continue
+            if id(param) in running.taken and id(param) in self._averaged_later:
+                param.grad = None  # DDP's view of its bucket
+            elif id(param) in running.taken and not self.accumulates:
+                raise RuntimeError(self._second_gradient(param))
+            else:
+                running.waiting[bucket_key(param)].add(param)
+        for key, bucket in running.waiting.items():
+            self._take_waiting(key, len(bucket.params))
+
+    def _take_waiting(self, key: Any, count: int) -> None:
+        """Take the `count` oldest that wait under `key`, unless somebody has set their gradients to None."""
+        if count < 1:
+            return
+        waiting = self._running.waiting[key]
+        bucket = [param for param in waiting.params[:count] if param.grad is not None]
+        for param in bucket:
+            version = self._running.versions.get(id(param))
+            if version is not None and version != _version(param.grad):
+                raise RuntimeError(
+                    f"the gradient of {self._name(param)} was written to after autograd had computed it, as with "
+                    "torch.nn.utils.clip_grad_norm_ or GradScaler.unscale_, but "
+                    f"{self.argument} has {self._without_that}; to change gradients one by one, use "
+                    "param.register_hook"
+                )
+        if bucket:
+            self._take(key, bucket)
+        waiting.take(count)
+
+    _without_that: ClassVar[str]
+    """What has happened to other gradients without such a write, and how to clip."""
+
+    @abstractmethod
+    def _take(self, key: Any, bucket: Sequence[Tensor]) -> None:
+        """Take the gradients of the parameters in `bucket`, which waited under `key`: free them, note `taken`."""
+
+    @abstractmethod
+    def _second_gradient(self, param: Tensor) -> str:
+        """The message for a second gradient of `param` where gradients are not accumulated."""
+
+    def _name(self, param: Tensor) -> str:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for position, each in enumerate(group["params"]):
+                if each is param:
+                    names = group.get("param_names")
+                    return names[position] if names else f"param_groups[{number}]['params'][{position}]"
+        return f"a parameter of shape {tuple(param.shape)}"
+
+
+def collector_of(optimizer: Any) -> GradientCollector | None:
+    """The gradient collector of an optimizer, which may be of another library; None if gradients stay where they are."""
+    collector = getattr(optimizer, "collector", None)
+    return collector if isinstance(collector, GradientCollector) else None
+
+
+class _RunningStep:
+    """The step that has begun since the last one ended.
+
+    Attributes:
+        versions: identity of each parameter whose gradient is final → the version of that gradient.
+        waiting: parameters whose gradients wait, by `bucket_key`, or "means" for those that DDP has averaged.
+        taken: identities of the parameters whose gradients have been taken.
+    """
+
+    def __init__(self) -> None:
+        self.versions: dict[int, Any] = {}
+        self.waiting: dict[Any, GradientBucket] = defaultdict(GradientBucket)
+        self.taken: set[int] = set()
+
+
+def _version(grad: Tensor | None) -> Any:
+    """The count of writes to a gradient; None if torch does not count them."""
+    assert grad is not None
+    try:
+        return grad._version, local_shard(grad)._version
+    except RuntimeError:  # made in inference mode
+        return None

@@ -1,0 +1,95 @@
+"""Gradients on the host: they are copied there as soon as they are final, added up there, and wait for `step()`.
+
+So the norm of all gradients and sums over micro-batches are exact, and the device holds one bucket of gradients.
+Micro-batches are added up in the gradient's dtype, in their order, as autograd does it: the sums have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim import validation
+from hf_lowprec.optim.gradient_release.collector import GradientCollector
+from hf_lowprec.optim.private_torch_apis import without_grad
+from hf_lowprec.optim.sharding import dtensor_like, local_shard, place_gradients
+
+
+class OffloadedGradients(GradientCollector):
+    """Copies the gradients of an optimizer's parameters to the host, and frees them on the device.
+
+    Attributes:
+        sums: the gradients of the coming step, in host memory; placed like their parameters.
+
+    Args:
+        optimizer: the optimizer. It is referenced weakly; when it is deleted, the hooks are removed.
+    """
+
+    argument = "offload_gradients=True"
+    accumulates = True
+    _without_that = (
+        "moved other gradients to the host without that. To clip, call optimizer.clip_grad_norm_ or set max_grad_norm"
+    )
+
+    def __init__(self, optimizer: Any) -> None:
+        self.sums: dict[Tensor, Tensor] = {}
+        self._memory: dict[Tensor, Tensor] = {}  # of the sums, kept from step to step
+        super().__init__(optimizer)
+
+    def collect(self) -> None:
+        """Move all gradients that are left to the host, and wait until all are there and added up."""
+        with self._lock:
+            self._take_rest()
+            self._optimizer.finish_host_steps()
+
+    def end_step(self) -> None:
+        """Forget the gradients, which have been stepped or are not wanted, as `zero_grad` says."""
+        with self._lock:
+            self.sums.clear()
+            self._begin_step()
+            self.watch_parameters()
+
+    @without_grad
+    def _take(self, key: Any, bucket: Sequence[Tensor]) -> None:
+        """Copy the gradients of `bucket` to the host, where a thread adds them to those of earlier micro-batches."""
+        for param in bucket:
+            validation.check_gradient(param.grad)
+        place_gradients(bucket)
+        grads = [local_shard(param.grad) for param in bucket]  # type: ignore[arg-type]
+        sums = [self._sum(param, grad) for param, grad in zip(bucket, grads, strict=True)]
+        host_steps = self._optimizer.host_steps
+        copies, slot = host_steps.copies(bucket[0].device), host_steps.next_slot()
+        staged = slot.tensors([(grad.dtype, grad.shape) for grad in grads], copies)
+
+        def add() -> tuple[()]:
+            for (total, is_first), grad in zip(sums, staged, strict=True):
+                total.copy_(grad) if is_first else total.add_(grad)
+            return ()
+
+        fetched = host_steps.submit(copies, slot, zip(staged, grads, strict=True), add)
+        if key == "means":  # views of a bucket that DDP writes to in the next backward pass
+            copies.order_after(fetched)
+        for param in bucket:
+            param.grad = None
+        self._running.taken.update(map(id, bucket))
+
+    def _sum(self, param: Tensor, grad: Tensor) -> tuple[Tensor, bool]:
+        """Host memory for the sum of gradients of `param`, this rank's part; and whether `grad` is the first of them.
+
+        Args:
+            param: the parameter.
+            grad: this rank's part of its gradient.
+        """
+        is_first = param not in self.sums
+        if is_first:
+            memory = self._memory.get(param)
+            if memory is None or (memory.shape, memory.dtype) != (grad.shape, grad.dtype):
+                memory = self._memory[param] = torch.empty(grad.shape, dtype=grad.dtype, device="cpu")
+            self.sums[param] = dtensor_like(memory.detach(), param)
+        return local_shard(self.sums[param]), is_first
+
+    def _second_gradient(self, param: Tensor) -> str:
+        raise NotImplementedError  # they are accumulated
