@@ -48,7 +48,7 @@ class Algorithm(torch.optim.Optimizer):
     named_defaults: ClassVar[dict[str, Any]] = {}
     """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
 
-    gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+    gradient_of: Callable[[Tensor], Any] = operator.attrgetter("grad")
     """The gradient of a parameter, or None. Written in C, since a step calls it for every parameter."""
 
     flags: ClassVar[tuple[str, ...]] = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar, TypeVar, cast

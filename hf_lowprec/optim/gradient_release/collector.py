@@ -219,7 +219,7 @@ class GradientCollector(ABC):
 
 
 def collector_of(optimizer: Any) -> GradientCollector | None:
-    """The gradient collector of an optimizer, which may be of another library; None if gradients stay where they are."""
+    """The gradient collector of an optimizer, which may be of another library; None if it has none."""
     collector = getattr(optimizer, "collector", None)
     return collector if isinstance(collector, GradientCollector) else None
 

@@ -74,6 +74,7 @@ class GradientRelease(GradientCollector):
 
     def __init__(self, optimizer: ReleasingOptimizer) -> None:
         self.clipping = DelayedClipping()
+        self._ended_once = False
         self._plans: dict[tuple[Any, int], StepPlan] = {}
         super().__init__(optimizer)
 

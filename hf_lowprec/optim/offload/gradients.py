@@ -55,10 +55,11 @@ class OffloadedGradients(GradientCollector):
     @without_grad
     def _take(self, key: Any, bucket: Sequence[Tensor]) -> None:
         """Copy the gradients of `bucket` to the host, where a thread adds them to those of earlier micro-batches."""
-        for param in bucket:
-            validation.check_gradient(param.grad)
         place_gradients(bucket)
-        grads = [local_shard(param.grad) for param in bucket]  # type: ignore[arg-type]
+        whole = [param.grad for param in bucket if param.grad is not None]
+        for grad in whole:
+            validation.check_gradient(grad)
+        grads = [*map(local_shard, whole)]
         sums = [self._sum(param, grad) for param, grad in zip(bucket, grads, strict=True)]
         host_steps = self._optimizer.host_steps
         copies, slot = host_steps.copies(bucket[0].device), host_steps.next_slot()

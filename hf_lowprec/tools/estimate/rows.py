@@ -162,13 +162,10 @@ def low_precision_row(
     trained = [param for param in model.parameters() if param.requires_grad]
     gradients = sum(param.nbytes for param in trained)
     accumulation = accumulator_bytes(trained, mode) or (gradients if gpus > 1 and steps > 1 else 0)
-    of_host = {}
+    on_host = 0, 0, 0
     if optimizer.offload_states:
-        of_host = {
-            "host_states": memory.state.total(),
-            "host_gradients": gradients if optimizer.offload_gradients else 0,
-            "staging": staging_bytes(trained, optimizer.offload_gradients),
-        }
+        waiting, staging = optimizer.offload_gradients, staging_bytes(trained, optimizer.offload_gradients)
+        on_host = memory.state.total(), gradients if waiting else 0, staging
         memory = replace(memory, state=Counter())
     kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
     peak, fp32_parts = step_peak(optimizer), _fp32_parts(model, report)
@@ -177,7 +174,7 @@ def low_precision_row(
         return Row(name, *divided, fp32_parts=fp32_parts, kept_in_bf16=kept_in_bf16)
     memory = with_whole_parameters(memory, optimizer, whole_parameters(model, parallelism), parallelism.tp)
     frees_gradients = optimizer.collector is not None
-    return Row(name, memory, accumulation, peak, fp32_parts, kept_in_bf16, frees_gradients=frees_gradients, **of_host)
+    return Row(name, memory, accumulation, peak, fp32_parts, kept_in_bf16, None, *on_host, frees_gradients)
 
 
 def _check_for_zero(optimizer: Any, grad_accumulation: str) -> None:
