@@ -6,6 +6,8 @@ The device is simulated: its tensors are on the CPU, and copies are made late or
 import copy
 import functools
 import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hf_lowprec.optim import AdamW, Lion, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.offload import host_steps
+from hf_lowprec.optim.offload.host_steps import Bucket, Slot
 from hf_lowprec.optim.state.low_bits import fp32_state_dict
 from tests.support.optim.every_optimizer import MODES, OPTIONS
 from tests.support.optim.optimizer_contents import assert_equal, everything
@@ -123,6 +126,43 @@ def test_gradients_of_micro_batches_are_accumulated(simulate, options):
         simulate(0.3, seed)
         offloading = functools.partial(AdamW, lr=0.01, offload_states=True, **options)
         assert_equal(trained(offloading, micro_batches=3), expected)
+
+
+def test_means_over_ranks_are_copied_before_ddp_writes_to_its_bucket_again(simulate):
+    params = [nn.Parameter(torch.ones(8, dtype=BF16)) for _ in range(2)]
+    copies, gate = simulate(0.0), threading.Event()
+    optimizer = AdamW(params, offload_states=True, offload_gradients=True)
+    optimizer.collector.average_later(params)
+    for param in params:
+        param.sum().backward()
+    optimizer.host_steps.submit(copies, Slot(), (), lambda: gate.wait() and ())  # the thread is busy
+    bucket = torch.full((16,), 3.0, dtype=BF16)
+    assert optimizer.collector.take_means(params, bucket.chunk(2)) == [True, True]
+    bucket.fill_(7.0)
+    gate.set()
+    assert float(optimizer.global_grad_norm()) == 12.0
+
+
+def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate):
+    model, done = network(), []
+    optimizer = AdamW(model.parameters(), lr=0.01, offload_states=True)
+    simulate()
+    train(model, optimizer, range(1))
+    step = Bucket.step
+
+    def failing_first(bucket):
+        time.sleep(0.05)
+        done.append(bucket)
+        if len(done) == 1:
+            raise RuntimeError("the first bucket")
+        return step(bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "step", failing_first)
+        patch.setattr(host_steps, "SLOTS", 4)
+        with pytest.raises(RuntimeError, match="the first bucket"):
+            train(model, optimizer, range(1, 2))
+    assert len(done) == 3
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -2,12 +2,14 @@
 
 gradient_release_on_ranks.py KIND[,…] ROUNDING[-int8][,…]   (as same_batches.py has them)
 
-States may be on the host, too. For each kind and rounding, rank 0 prints the digests of an ordinary run and of
+States may be on the host, too, and gradients, which are
+accumulated and clipped there. For each kind and rounding, rank 0 prints the digests of an ordinary run and of
 a released one, the largest share of the gradients that existed at once after the first step, and the norms by which
 `clip="delayed"` clips.
 """
 
 import sys
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -37,20 +39,25 @@ class MostAlive:
         self.most = max(self.most, sum(param.grad.numel() for param in self.params if param.grad is not None))
 
 
-def train(kind: str, rounding: str, **options) -> tuple[str, float, list[float]]:
+def train(
+    kind: str, rounding: str, micro_batches: int = 1, synced: bool = False, **options
+) -> tuple[str, float, list[float]]:
     accelerator, model, optimizer = build(kind, "full", rounding, **options)
+    accelerator.gradient_accumulation_steps = micro_batches
     params = [param for group in optimizer.param_groups for param in group["params"]]
     everything, alive, norms = sum(map(torch.Tensor.numel, params)), MostAlive(params), []
     rows = text(64)
     for step in range(STEPS):
-        if step == 1 and optimizer.optimizer.release is not None:  # DDP chooses its buckets in the first step
+        if step == 1 and optimizer.optimizer.collector is not None:  # DDP chooses its buckets in the first step
             optimizer.optimizer.before_part.append(alive)
-        tokens = torch.stack([row["input_ids"] for row in rows[2 * step : 2 * step + 2]])
-        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-        if "clip" in options:
+        for micro_batch in range(micro_batches):
+            tokens = torch.stack([row["input_ids"] for row in rows[2 * step + micro_batch : 2 * step + 2]])
+            with nullcontext() if synced else accelerator.accumulate(model):
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        if "max_grad_norm" in options:
             accelerator.clip_grad_norm_(model.parameters(), options["max_grad_norm"])
         optimizer.step()
-        if "clip" in options:
+        if "max_grad_norm" in options:
             norms.append(float(optimizer.optimizer.grad_norm))
         optimizer.zero_grad()
     check_replicas(model, optimizer)
@@ -62,10 +69,16 @@ def main(kinds: str, roundings: str) -> None:
     for kind, rounding in product(kinds.split(","), roundings.split(",")):
         ordinary, _, _ = train(kind, rounding)
         released, share, _ = train(kind, rounding, gradient_release=True)
+        clipped = {"max_grad_norm": 0.25}
+        accumulated = [train(kind, rounding, 2, synced, **clipped) for synced in (False, True)]
         with pytest.MonkeyPatch.context() as patch:
             simulate_device(patch, seed=dist.get_rank())
             for options in ({}, {"gradient_release": True}):
                 assert train(kind, rounding, offload_states=True, **options)[0] == ordinary, options
+            for synced, expected in zip((False, True), accumulated, strict=True):
+                on_host = {"offload_states": True, "offload_gradients": True}
+                found = train(kind, rounding, 2, synced, **clipped, **on_host)
+                assert (found[0], found[2]) == (expected[0], expected[2]), synced
         _, _, norms = train(kind, rounding, gradient_release=True, clip="delayed", max_grad_norm=0.25)
         if dist.get_rank() == 0:
             print(kind, rounding, ordinary, released, f"{share:.3f}", *norms)

@@ -106,6 +106,7 @@ class GradientCollector(ABC):
             if id(param) in running.versions and not self.accumulates:
                 raise RuntimeError(self._second_gradient(param))
             if id(param) in self._averaged_later:
+                running.waiting["means"].remove(param)  # DDP averages the sum of the mean that waits and this gradient
                 running.versions[id(param)] = None
                 return
             key = bucket_key(param)
@@ -141,6 +142,10 @@ class GradientCollector(ABC):
                     self._running.versions[id(param)] = _version(mean)
                     bucket.add(param)
             self._take_waiting("means", len(bucket.params) - 1)
+            if self.accumulates and any(mine):  # DDP writes to its bucket in the next backward pass
+                newest = bucket.params[-1]
+                newest.grad = newest.grad.clone()  # type: ignore[union-attr]
+                self._running.versions[id(newest)] = _version(newest.grad)
         return mine
 
     def forget_waiting(self) -> None:
