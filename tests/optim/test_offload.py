@@ -159,10 +159,9 @@ def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "step", failing_first)
-        patch.setattr(host_steps, "SLOTS", 4)
         with pytest.raises(RuntimeError, match="the first bucket"):
             train(model, optimizer, range(1, 2))
-    assert len(done) == 3
+    assert len(done) == 3  # as many as there are slots
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -92,8 +92,13 @@ class HostSteps:
 
         Returns:
             The event after which everything is on the host.
+
+        Raises:
+            RuntimeError: the work on the bucket before it has failed.
         """
         if slot.done is not None:
+            if slot.done.exception() is not None:
+                self.finish()
             copies.wait(slot.done.result())
         fetched = copies.fetch(to_fetch)
 
