@@ -13,6 +13,7 @@ import zlib
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
 from hf_lowprec.optim.sharding import flat_part
 from tests.support.chosen_cases import EVERY_CASE, covering
 from tests.support.models import tiny_models
+from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes import deepspeed_on_cpu  # noqa: F401
 from tests.support.processes.worlds import run_worlds
 
@@ -48,6 +50,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "bucket": (500_000_000, 3000, 20),
     "options": ("", "overlap_comm", "round_robin_gradients"),
     "layout": ("", "scattered", "nothing persists", "sub-groups"),
+    "offload_states": (False, True),
 }
 CANCELLED = {1: (1, 2**14), 2: (1, -(2**14))}
 """On three ranks and more: the batch and the factor of gradients of some."""
@@ -168,7 +171,9 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def check(case: dict[str, Any]) -> None:
-    model, batch, optimizer = build(case, case["state_dtype"])
+    if case["offload_states"]:
+        simulate_device(pytest.MonkeyPatch(), seed=dist.get_rank())
+    model, batch, optimizer = build(case, case["state_dtype"], offload_states=case["offload_states"])
     params = params_of(optimizer)
     own: dict[int, Tensor] = {}
     # Those of ranks 1 and 2 cancel, after what they have rounded off: the order of the sum decides about its bits.

@@ -170,6 +170,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                     params = [part for part, _ in parts]
                     self._plans[id(flat)] = self.optimizer.step_part(params, self._plans.get(id(flat)))
                 self._left -= 1
+        self.optimizer.finish_host_steps()  # DeepSpeed may read the weights before the last partition is stepped
         if not self._left:
             self.optimizer.step()
 
