@@ -294,7 +294,8 @@ def one_gpu() -> list[str]:
     missing = min(setting["missing"] for setting in gib[16][0]["settings"]) / 2**30
     found.append(f"| 16 GB | none: {missing:.2f} GiB are missing")
     (least,) = (s for s in gib[80][0]["settings"] if (s["optim"], s["optim_args"]) == ("adamw_bf16_sr", RELEASED))
-    split, on_host = gib[80][0]["settings"][1], gib[80][0]["settings"][-1]
+    split, on_host = gib[80][0]["settings"][1], gib[80][0]["settings"][-2]
+    assert "offload_gradients" in on_host["optim_args"]
     sizes = (on_host["peak_per_gpu"] / 2**30, on_host["host"] / 2**30)
     found.append("in {:.2f} GiB of the GPU and {:.2f} GiB of host memory".format(*sizes))
     found += [f"takes {split['checkpoint'] / 2**30:.2f} GiB with split weights, {least['checkpoint'] / 2**30:.2f} GiB"]

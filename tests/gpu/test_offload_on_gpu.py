@@ -32,6 +32,8 @@ def trained(**options) -> tuple[list, AdamW]:
         {"rounding": "kahan", "gradient_release": True},
         {"rounding": "split", "gradient_release": True, "clip": "delayed", "max_grad_norm": 1.0},
         {"rounding": "split", "skip_nonfinite": True},
+        {"rounding": "split", "offload_gradients": True},
+        {"rounding": "stochastic", "offload_gradients": True, "skip_nonfinite": True},
     ],
     ids=str,
 )
@@ -39,10 +41,25 @@ def test_it_is_the_ordinary_step(monkeypatch, options):
     """Without a clip factor, whose norm the two sum in other orders, or with that of the same sum."""
     monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 1 << 19)
     monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 1 << 19)
-    expected, _ = trained(backend="eager", **options)
+    on_gpu = {key: value for key, value in options.items() if key != "offload_gradients"}
+    expected, _ = trained(backend="eager", **on_gpu)
     found, optimizer = trained(offload_states=True, **options)
     assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(expected, found, strict=True))
     assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+
+
+def test_the_gpu_keeps_weights_and_one_bucket_of_gradients(monkeypatch):
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 1 << 22)
+    before = torch.cuda.memory_allocated()
+    params = [nn.Parameter(torch.zeros(1 << 22, device="cuda", dtype=torch.bfloat16)) for _ in range(16)]
+    optimizer = AdamW(params, rounding="split", max_grad_norm=1.0, offload_states=True, offload_gradients=True)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        sum((param * 2).sum() for param in params).backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    # Weights; gradients of which three are being copied, one waits and one is computed; and temporaries.
+    assert torch.cuda.max_memory_allocated() - before <= (16 + 8) * 2 * params[0].numel()
 
 
 def test_the_gpu_keeps_weights_and_gradients_alone():

@@ -150,7 +150,7 @@ def prepare_accelerator(
         # FP32 sums under DDP, which wraps the model there.
         "prepare_model": functools.partial(_prepare_model, status, prepared_models),
         # Compares the ranks before the first step.
-        "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
+        "prepare_optimizer": functools.partial(_prepare_optimizer, status, comparison),
         # Parameters may have become trainable since the model was prepared.
         "backward": functools.partial(_backward, status),
         # DDP over one process need not synchronize micro-batches.
@@ -427,6 +427,7 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
 
 
 def _prepare_optimizer(
+    reduction: ReductionStatus,
     comparison: FirstStepComparison,
     original: Callable,
     accelerator: Accelerator,
@@ -437,7 +438,7 @@ def _prepare_optimizer(
     """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
 
     Raises:
-        ValueError: the optimizer releases gradients that the accelerator would accumulate.
+        ValueError: the optimizer takes gradients that the accelerator would accumulate.
     """
     collector = collector_of(unwrap_optimizer(optimizer))
     if collector and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(accelerator))):
@@ -450,6 +451,11 @@ def _prepare_optimizer(
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
+        )
+    if collector and reduction.grad_accumulation != "nearest":
+        raise ValueError(
+            f"grad_accumulation={reduction.grad_accumulation!r} adds to gradients in param.grad, which "
+            f"{collector.argument} frees in every backward pass; remove one of the two"
         )
     prepared = original(accelerator, optimizer, *args, **kwargs)
     comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(accelerator))

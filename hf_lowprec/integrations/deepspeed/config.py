@@ -33,7 +33,8 @@ def check_config(config: Mapping[str, Any]) -> None:
         if device not in ("none", None):
             raise ValueError(
                 f"zero_optimization.{key}.device={device!r} needs DeepSpeedCPUAdam, which keeps FP32 masters; remove "
-                "it. To save memory, use stage 3, rounding='stochastic' or state_dtype=int8, or FSDP2 with CPU offload"
+                "it. To save memory, use stage 3, the optimizer's offload_states=True, rounding='stochastic' or "
+                "state_dtype=int8, or FSDP2 with CPU offload"
             )
     autotp = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
     unsupported = {

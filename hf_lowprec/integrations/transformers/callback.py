@@ -200,31 +200,27 @@ class LowPrecisionCallback(TrainerCallback):
         _check_optimizer(args, optimizer)
         if gradient_release_of(optimizer):
             check_gradient_release(args, args.max_grad_norm, optimizer.clip)
-            if self._accumulation != "nearest":
-                raise ValueError(
-                    f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True "
-                    "frees during every backward pass; remove one of the two"
-                )
         if collector := collector_of(optimizer):
             collector.start()  # the last run of this Trainer has stopped it
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"], state)
         if state.is_world_process_zero:
-            notes = self._notes(args, state, kwargs["model"])
+            notes = self._notes(args, state, optimizer, kwargs["model"])
             self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, notes)
             if self.report:
                 print(self.report_text)
         self.weights_match_optimizer = True
 
-    def _notes(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> list[str]:
+    def _notes(self, args: TrainingArguments, state: TrainerState, optimizer: Any, model: nn.Module) -> list[str]:
         """The last lines of the precision report."""
         notes = self.reduction.lines() if self.reduction else []
         notes += quantization_notes(model)
         if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
+            way_out = "; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
             notes.append(
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
-                "micro-batch; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
+                f"micro-batch{'' if collector_of(optimizer) else way_out}"
             )
         if self.rounding_schedule is not None:
             notes.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")

@@ -84,8 +84,8 @@ def check_gradient_release(args: Any, max_grad_norm: float, clip: str) -> None:
         raise ValueError(
             f"gradient_accumulation_steps={steps} accumulates gradients, but gradient_release=True steps parameters "
             "and frees their gradients during every backward pass. Set gradient_accumulation_steps=1 and raise "
-            "per_device_train_batch_size, with gradient_checkpointing=True if activations do not fit; or remove "
-            "gradient_release"
+            "per_device_train_batch_size, with gradient_checkpointing=True if activations do not fit; or replace "
+            "gradient_release=True by offload_states=True,offload_gradients=True, which accumulates in host memory"
         )
     if max_grad_norm and clip == "exact":
         mode = optimizer_name(args).partition("_bf16_")[2]
@@ -94,7 +94,8 @@ def check_gradient_release(args: Any, max_grad_norm: float, clip: str) -> None:
             f"max_grad_norm={max_grad_norm} (Trainer's default is 1.0) needs the norm of all gradients before the "
             "first parameter is stepped, but gradient_release=True frees gradients during the backward pass. Set "
             f"max_grad_norm=0 ({stable} clips each tensor's update by itself); or "
-            "optim_args='gradient_release=True,clip=delayed', which clips by the norm of the step before"
+            "optim_args='gradient_release=True,clip=delayed', which clips by the norm of the step before; or "
+            "optim_args='offload_states=True,offload_gradients=True'"
         )
 
 

@@ -152,6 +152,7 @@ class OffloadedStep(BackendStep):
                 "CPU, where its states are in any case; build the optimizer without it, or move the model first"
             )
         self._host_steps = host_steps
+        self._gradients_on_host = gradients_on_host
         self._copies = host_steps.copies(fused_group.device)
         self._buckets = [
             Bucket(fused_group, part, host_steps.next_slot(), self._copies, build, gradients_on_host)
@@ -168,7 +169,9 @@ class OffloadedStep(BackendStep):
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on their device."""
-        return square_sum(self.fused_group).to(self.fused_group.device)
+        if not self._gradients_on_host:
+            return square_sum(self.fused_group)
+        return torch.stack([bucket.square_sum_on_host() for bucket in self._buckets]).sum().to(self.fused_group.device)
 
     def tensor_sums(self) -> Tensor:
         """Not there: algorithms that need whole tensors are refused."""
@@ -215,17 +218,28 @@ class Bucket:
         self._on_host = FusedGroup(spec, torch.device("cpu"), group.sharding, on_host, scalars_on_device=False)
         self._step = build(self._on_host)
 
+    def _grads(self) -> list[Tensor]:
+        return [entry.grad for entry in self._group.entries[self._part] if entry.grad is not None]
+
+    def _set_gradients(self, grads: list[Tensor]) -> None:
+        self._on_host.set_gradients(grads, list(map(Tensor.data_ptr, grads)))
+
+    def square_sum_on_host(self) -> Tensor:
+        """The sum of the squares of gradients that are on the host; FP64 scalar there."""
+        self._set_gradients(self._grads())
+        return self._step.square_sum()
+
     def to_fetch(self) -> list[Pair]:
         """Take the gradients and scalars of the coming step; return what is to be copied to the host before `step`."""
         group, entries = self._group, self._group.entries[self._part]
         self._on_host.counts.copy_(group.counts[self._part])
         self._on_host.scalars.copy_(group.scalars[self._part])
-        grads = [entry.grad for entry in entries if entry.grad is not None]
         pairs = [*zip(self._weights, (entry.weight for entry in entries), strict=True)]
+        grads = self._grads()
         if self._staged_grads:
             pairs += zip(self._staged_grads, grads, strict=True)
             grads = self._staged_grads
-        self._on_host.set_gradients(grads, list(map(Tensor.data_ptr, grads)))
+        self._set_gradients(grads)
         if group.clip_factor is not None:
             self._on_host.clip_factor = self._clip_factor
             pairs.append((self._clip_factor, group.clip_factor))

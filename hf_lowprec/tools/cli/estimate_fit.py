@@ -35,12 +35,14 @@ def print_table(title: str, fit: Fit, gpu_memory: float, lora: int) -> None:
         sizes = str(each.batch_size), str(each.gradient_accumulation_steps)
         in_gib = (f"{number / GIB:,.2f}" if number else "" for number in (each.peak, each.checkpoint, each.host))
         mark, fits = "→" if each is fit.best else "", "yes" if each.missing <= 0 else "no"
-        table.add_row(mark, each.option.title.replace("gradient release", "release"), *sizes, *in_gib, fits)
+        name = each.option.title.replace("gradient release", "release")
+        name = name.replace("states and gradients on the host", "states, gradients on host")
+        table.add_row(mark, name, *sizes, *in_gib, fits)
     print(title)
     Console(width=max(Console().width, 80)).print(table)
     print(
         f"A setting fits if its peak leaves {RESERVE / GIB:g} of {gpu_memory:g} GiB free, for CUDA and for kernels.\n"
-        "disk: a checkpoint. host: memory for states on the host. release: gradient release.\n"
+        "disk: a checkpoint. host: host memory. release: gradient release.\n"
         f"Loading the model in FP32 takes {fit.load_in_fp32 / GIB:,.2f} GiB of host memory in each process."
     )
     if any(each.sync_each_batch for each in fit.settings):

@@ -204,7 +204,7 @@ def test_training_goes_on_after_memory_ran_out_in_a_backward_pass(tmp_path, retr
         ({"optim_args": "gradient_release=perhaps"}, "gradient_release='perhaps' is not True or False"),
         (
             {"optim_args": RELEASED + ",grad_accumulation=fp32", "max_grad_norm": 0},
-            "grad_accumulation='fp32' keeps sums",
+            "grad_accumulation='fp32' adds to gradients in param.grad",
         ),
     ],
 )
