@@ -5,6 +5,7 @@ import copy
 import inspect
 import math
 import pickle
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -28,10 +29,12 @@ from transformers import Trainer
 import hf_lowprec
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
 from hf_lowprec.integrations.accelerate import private_apis
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.reduction.fsdp2 import check_nccl
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding.low_bits import low_bits
+from tests.support.optim.simulated_copies import simulate_device
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 
@@ -509,6 +512,34 @@ def test_micro_batches_that_are_clipped_one_by_one_follow_accelerates_own_loop()
     # Two norms of 72 numbers a step, two factors; weights of up to 1.
     for mine, other in zip(*trained, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=2 * 80 * 2**-24)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_gradients_on_the_host_are_clipped_as_those_on_the_device(monkeypatch, prepared):
+    """Without `prepare_accelerator`, accelerate scales gradients itself, which the step notices."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 30)
+    simulate_device(monkeypatch)
+    trained = []
+    for options in ({}, {"offload_states": True, "offload_gradients": True}):
+        built = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).bfloat16()
+        if prepared:
+            hf_lowprec.prepare_accelerator(built)
+        optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1, rounding="split", **options)
+        model, optimizer = built.prepare(model, optimizer)
+        with nullcontext() if prepared or not options else pytest.raises(RuntimeError, match="offload_gradients=True"):
+            for step in range(7):
+                with built.accumulate(model):
+                    built.backward(model(torch.full((2, 8), 1.0 + step).bfloat16()).float().square().sum())
+                    if built.sync_gradients:
+                        trained.append(built.clip_grad_norm_(model.parameters(), 0.5))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        trained += list(model.parameters())
+    if prepared:
+        half = len(trained) // 2
+        assert all(map(torch.equal, trained[:half], trained[half:])) and half == 2 + 4
 
 
 def test_the_private_names_are_where_they_were():
