@@ -24,6 +24,7 @@ from hf_lowprec.monitor.training_findings import ENOUGH_MEASUREMENTS, Evidence, 
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
+from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_release_of
 from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.private_torch_apis import without_grad
@@ -253,7 +254,8 @@ class PrecisionMonitor:
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
         rates = [rate for group in self.optimizer.param_groups if (rate := group.get("lr")) is not None]
-        self._running = MeasuredStep(number, with_decay, rates, self._watched.gradients.present_now())
+        present = self._watched.gradients.present_now(collector_of(self.optimizer))
+        self._running = MeasuredStep(number, with_decay, rates, present)
         if with_decay:
             self._decay_measured_at = self.steps
 
@@ -270,7 +272,7 @@ class PrecisionMonitor:
                 self._blocks.add_rest(running)
                 # Gradients of the optimizer's parameters were released; those of others are there now.
                 count = len(self._watched.params)
-                others = self._watched.gradients.present_now()[count:]
+                others = self._watched.gradients.present_now(None)[count:]
                 running.gradients = [row in running.stepped for row in range(count)] + others
             self._blocks.sum_up(running)
             self._finished = running

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
+from hf_lowprec.optim.gradient_release.collector import GradientCollector
 from hf_lowprec.optim.sharding import flat_part, full_shape, local_shard, sharding_of
 from hf_lowprec.optim.state.imported_states import COMPENSATIONS
 from hf_lowprec.tensor_names import layer_number, name_pattern, parameter_kinds
@@ -142,9 +143,14 @@ class GradientRecord:
         self._left_out = {} if model is None else parameters_left_out(model, params)
         self._left_out_present = [False] * len(self._left_out)
 
-    def present_now(self) -> list[bool]:
-        """Which parameters have a gradient now: those of the optimizer, then those that it lacks."""
-        return [param.grad is not None for param in (*self._params, *self._left_out.values())]
+    def present_now(self, collector: GradientCollector | None) -> list[bool]:
+        """Which parameters have a gradient now: those of the optimizer, then those that it lacks.
+
+        Args:
+            collector: has taken gradients that are in `param.grad` no more.
+        """
+        taken = (lambda param: False) if collector is None else collector.has_taken
+        return [param.grad is not None or taken(param) for param in (*self._params, *self._left_out.values())]
 
     def add(self, present: Sequence[bool], nonzero: Sequence[bool]) -> None:
         """Add a measured step.

@@ -19,7 +19,7 @@ from hf_lowprec.optim import arguments, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.gradient_release.collector import GradientCollector
+from hf_lowprec.optim.gradient_release.collector import GradientCollector, check_no_other_takes_gradients
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.offload.gradients import OffloadedGradients
@@ -397,15 +397,22 @@ class LowPrecisionOptimizer(Algorithm):
         )
 
     def stop_gradient_release(self) -> None:
-        """Step all parameters in `step()` from now on, and let their gradients exist until then.
+        """Step all parameters in `step()` from now on, and let their gradients exist until then where they are.
+
+        Ends `offload_gradients`, too.
 
         Raises:
-            RuntimeError: parameters have been stepped since the last `step()`.
+            RuntimeError: parameters have been stepped, or gradients moved, since the last `step()`.
         """
         if self.release is not None:
             self.release.check_between_steps("stop_gradient_release()")
-            self.release.stop()
+        if self.collector is not None:
+            self.collector.check_take_over()
+            self.collector.stop()
         self.release, self.gradient_release, self.clip = None, False, "exact"
+        self.offloaded_gradients, self.offload_gradients = None, False
+        vars(self).pop("gradient_of", None)
+        self._plan = None  # its gradients are elsewhere
 
     @without_grad
     def _updated_plan(
@@ -416,6 +423,7 @@ class LowPrecisionOptimizer(Algorithm):
             if plan is None or not plan.collect_gradients(self, clipped, param_ids, norm_only):
                 check_not_capturing()
                 self._check_groups()  # before a norm, nothing else has checked them
+                check_no_other_takes_gradients(self)
                 earlier, plan = plan, StepPlan(self, clipped, param_ids)
                 if earlier is not None:
                     warn_about_changed_dtypes(self, earlier.param_dtypes)
@@ -462,12 +470,12 @@ class LowPrecisionOptimizer(Algorithm):
         """`torch.amp.GradScaler` reads this at the beginning of its `step`, before it looks for gradients.
 
         Raises:
-            RuntimeError: with gradient release, parameters have been stepped with scaled gradients.
+            RuntimeError: gradients are taken during the backward pass, when they are scaled.
         """
-        if self.release is not None:
+        if self.collector is not None:
             raise RuntimeError(
-                "GradScaler scales the loss and divides gradients in its step, but gradient_release=True has stepped "
-                "parameters during the backward pass; BF16 needs no loss scaling, so remove the scaler"
+                f"GradScaler scales the loss and divides gradients in its step, but {self.collector.argument} has "
+                "taken gradients during the backward pass; BF16 needs no loss scaling, so remove the scaler"
             )
         return False
 
@@ -551,7 +559,7 @@ class LowPrecisionOptimizer(Algorithm):
         if self.release is not None:
             self.release.forget_waiting()
         if self.offloaded_gradients is not None:
-            self.offloaded_gradients.end_step()
+            self.offloaded_gradients.end_step() if set_to_none else self.offloaded_gradients.zero()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.

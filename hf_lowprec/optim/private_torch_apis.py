@@ -35,6 +35,17 @@ def dtensor_specs(tensors: Sequence[Tensor]) -> list[Any]:
     return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
 
 
+def backward_pass() -> int | None:
+    """The number of the backward pass that is running in this thread; None if none is."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number < 0 else number
+
+
+def at_end_of_backward_pass(call: Callable[[], None]) -> None:
+    """Call `call` at the end of the backward pass that is running, unless that is interrupted."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
 def dtensor_of_shard(shard: Tensor, mesh: Any, placements: Sequence[Any], full: Tensor) -> Tensor:
     """A DTensor whose part on this rank is `shard`, on whichever device it is; `DTensor.from_local` moves it to `mesh`.
 

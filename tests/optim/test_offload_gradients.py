@@ -71,10 +71,11 @@ def clip_by_torch(model: Tied) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-def unscale(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def scaled_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
+    scaler.step(optimizer)
 
 
 def both(monkeypatch, run, make=AdamW, dtype=BF16, share=0.3, seed=0, **options) -> list:
@@ -276,11 +277,10 @@ DISTURBED = {
     "norm between micro-batches": lambda m, o: (backward(m, 1), o.global_grad_norm(), backward(m, 2, 3)),
     "pass of the last bucket": lambda m, o: (backward(m, 1, 2), (m.table[:3] ** 2).float().sum().backward()),
     "replaced": lambda m, o: (backward(m, 1), setattr(m.second.weight, "grad", torch.ones_like(m.second.weight))),
-    "removed": lambda m, o: (backward(m, 1), setattr(m.second.weight, "grad", None)),
     "zero_grad of the model": lambda m, o: (backward(m, 1), m.zero_grad(), backward(m, 2)),
     "zeros": lambda m, o: (train(m, o, 0), backward(m, 1), o.zero_grad(set_to_none=False)),
     "clipped by torch after the norm": lambda m, o: (backward(m, 1), o.global_grad_norm(), clip_by_torch(m)),
-    "unscaled": lambda m, o: unscale(loss_of(m, 1), o),
+    "scaled": lambda m, o: scaled_step(loss_of(m, 1), o),
 }
 
 
@@ -294,6 +294,24 @@ def test_gradients_written_to_by_others_are_seen_or_noticed(monkeypatch, name, b
         optimizer.step()
 
     assert_bits_or_error(monkeypatch, run)
+
+
+def test_it_can_be_stopped_between_steps(monkeypatch):
+    def run(model, optimizer):
+        train(model, optimizer, 0)
+        backward(model, 1)
+        if optimizer.offload_gradients:
+            with pytest.raises(RuntimeError, match=r"call its step\(\) or zero_grad\(\) first"):
+                optimizer.stop_gradient_release()
+            optimizer.step()
+            optimizer.stop_gradient_release()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        train(model, optimizer, 2)
+        optimizer.offload_gradients = False
+
+    assert_equal(*both(monkeypatch, run))
 
 
 @pytest.mark.parametrize("moves", [True, False])

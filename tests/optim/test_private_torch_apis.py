@@ -7,6 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hf_lowprec.optim.private_torch_apis import (
+    at_end_of_backward_pass,
+    backward_pass,
     dtensor_of_shard,
     dtensor_specs,
     local_tensors,
@@ -37,6 +39,23 @@ def test_the_specs_of_dtensors_tell_their_placements(mesh):
     specs = dtensor_specs([sharded, replicated, torch.ones(4)])
     assert specs[2] is None
     assert [spec.placements for spec in specs[:2]] == [sharded.placements, replicated.placements], HERE
+
+
+def test_backward_passes_have_numbers_and_call_back_at_their_end():
+    weights, calls, numbers = [torch.ones(2, requires_grad=True) for _ in range(2)], [], []
+
+    def hook(param):
+        calls.append("hook")
+        if backward_pass() not in numbers:
+            numbers.append(backward_pass())
+            at_end_of_backward_pass(lambda: calls.append("end"))
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    for _ in range(2):
+        (weights[0] * weights[1]).sum().backward()
+    assert calls == 2 * ["hook", "hook", "end"], HERE
+    assert backward_pass() is None and len(set(numbers) - {None}) == 2, HERE
 
 
 def test_a_shard_stays_on_the_host_whatever_the_device_of_its_mesh(mesh):

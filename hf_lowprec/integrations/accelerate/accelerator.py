@@ -525,7 +525,12 @@ def _clip_grad_norm_(
     ids_with_grad = {id(param) for param in parameters if param.grad is not None}
     for optimizer in private_apis.prepared_optimizers(accelerator):
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        if collector_of(optimizer) and not ids.isdisjoint(map(id, stepped)):
+        if (collector := collector_of(optimizer)) and not ids.isdisjoint(map(id, stepped)):
+            if collector.accumulates and not accelerator.sync_gradients:
+                raise RuntimeError(
+                    f"clip_grad_norm_ before the last micro-batch: {collector.argument} clips in the step; call it "
+                    "only if accelerator.sync_gradients"
+                )
             comparison.compare(optimizer, max_norm)
             is_unknown = gradient_release_of(optimizer) and max_norm == math.inf and optimizer.clip == "exact"
             return None if is_unknown else optimizer.clip_grad_norm_(max_norm)

@@ -31,11 +31,6 @@ class GradientBucket:
         self._elements += param.numel()
         return len(self.params) - 1 if self._elements >= BUCKET_ELEMENTS else 0
 
-    def remove(self, param: Tensor) -> None:
-        """Remove a parameter, if it waits here."""
-        self.params = [each for each in self.params if each is not param]
-        self._elements = sum(map(Tensor.numel, self.params))
-
     def take(self, count: int) -> list[Tensor]:
         """Remove the `count` oldest parameters, and return them."""
         taken, self.params = self.params[:count], self.params[count:]

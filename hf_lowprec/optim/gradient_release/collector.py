@@ -3,8 +3,12 @@
 A hook on each parameter runs when its gradient is final: after autograd has added up all its uses, and after the
 reduce-scatter of FSDP2, which calls the same hooks. Parameters are collected in a bucket. A full bucket is taken: its
 parameters are stepped (`release.py`), or their gradients are moved to the host (`offload/gradients.py`). `step()` takes
-the rest. The newest gradient always waits for the next one or for `step()`, so that code which writes to the gradients
-in between, as `torch.nn.utils.clip_grad_norm_` does, finds one, and the write is noticed.
+the rest.
+
+One gradient always waits for `step()`, so that code which writes to the gradients in between, as
+`torch.nn.utils.clip_grad_norm_` does, finds one, and the write is noticed. It is the newest one. If
+gradients are accumulated, it is that of the smallest parameter, and the others are taken at the end of every backward
+pass, so that none of them is added to a later one on the device.
 
 DDP runs these hooks before it averages, so its communication hook hands over the means instead: see `take_means` and
 `integrations/live_models/gradients_after_reduction.py`.
@@ -12,6 +16,7 @@ DDP runs these hooks before it averages, so its communication hook hands over th
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -23,8 +28,9 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_release.buckets import GradientBucket, bucket_key
-from hf_lowprec.optim.gradient_release.hooks import GradientHooks
+from hf_lowprec.optim.gradient_release.hooks import GradientHooks, owner_of
 from hf_lowprec.optim.graph_capture import is_capturing
+from hf_lowprec.optim.private_torch_apis import at_end_of_backward_pass, backward_pass
 from hf_lowprec.optim.sharding import local_shard
 
 
@@ -55,7 +61,7 @@ class GradientCollector(ABC):
         self._reference = weakref.ref(optimizer)
         self._averaged_later: set[int] = set()  # identities of parameters, see `average_later`
         self._checked = False
-        self._hooks = GradientHooks(self.gradient_is_final)
+        self._hooks = GradientHooks(self.gradient_is_final, self.check_take_over)
         self._lock = threading.RLock()  # autograd has a thread per device
         self._begin_step()
         self.start()
@@ -74,6 +80,9 @@ class GradientCollector(ABC):
         self._hooks.start()
         self._begin_step()
         self.watch_parameters()
+
+    def check_take_over(self) -> None:  # noqa: B027
+        """Raise RuntimeError if this holds gradients that would be lost if it stopped now."""
 
     def stop(self) -> None:
         """Remove the hooks until `start` is called. `step()` then finds all gradients."""
@@ -105,15 +114,17 @@ class GradientCollector(ABC):
             running = self._running
             if id(param) in running.versions and not self.accumulates:
                 raise RuntimeError(self._second_gradient(param))
+            if self.accumulates:
+                self._begin_pass(param)
             if id(param) in self._averaged_later:
-                running.waiting["means"].remove(param)  # DDP averages the sum of the mean that waits and this gradient
                 running.versions[id(param)] = None
                 return
-            key = bucket_key(param)
-            # The sum of two gradients, if the first one still waits.
-            waits = id(param) in running.versions and any(param is each for each in running.waiting[key].params)
-            running.versions[id(param)] = _version(param.grad)
-            self._take_waiting(key, 0 if waits else running.waiting[key].add(param))
+            running.versions[id(param)] = gradient_version(param.grad)
+            for final in self._kept_apart(param):
+                key = bucket_key(final)
+                self._take_waiting(key, running.waiting[key].add(final))
+            if self.accumulates and running.current_pass is None:  # no backward pass will end
+                self._take_all_waiting()
 
     def _check_once(self) -> None:
         if not self._checked:
@@ -139,14 +150,65 @@ class GradientCollector(ABC):
             for param, mean, is_mine in zip(params, means, mine, strict=True):
                 if is_mine:
                     param.grad = mean
-                    self._running.versions[id(param)] = _version(mean)
-                    bucket.add(param)
-            self._take_waiting("means", len(bucket.params) - 1)
-            if self.accumulates and any(mine):  # DDP writes to its bucket in the next backward pass
-                newest = bucket.params[-1]
-                newest.grad = newest.grad.clone()  # type: ignore[union-attr]
-                self._running.versions[id(newest)] = _version(newest.grad)
+                    self._running.versions[id(param)] = gradient_version(mean)
+                    for final in self._kept_apart(param):
+                        bucket.add(final)
+            self._take_waiting("means", len(bucket.params) - (0 if self.accumulates else 1))
+            marker = self._running.marker
+            if marker is not None and marker.grad is not None:  # DDP writes to its bucket in the next backward pass
+                marker.grad = marker.grad.clone()
+                self._running.versions[id(marker)] = gradient_version(marker.grad)
         return mine
+
+    # The gradient that waits, if gradients are accumulated.
+
+    def _kept_apart(self, param: Tensor) -> list[Tensor]:
+        """The parameters whose gradients may be taken now that that of `param` is final: all but the marker's."""
+        running = self._running
+        if not self.accumulates:
+            return [param]
+        if param is running.marker:
+            return []
+        smallest = running.marker is None or param.numel() <= running.marker.numel()
+        if running.marker_is_fixed or id(param) in running.taken or not param.numel() or not smallest:
+            return [param]
+        former, running.marker = running.marker, param
+        return [] if former is None else [former]
+
+    def _begin_pass(self, is_final: Tensor) -> None:
+        """Note that a backward pass has begun, if it has; at its end, take what waits.
+
+        Args:
+            is_final: the parameter whose gradient is final now.
+        """
+        running = self._running
+        if running.current_pass == (current := backward_pass()):
+            return
+        running.current_pass = current
+        self.check_marker(is_final)
+        self._take_all_waiting()  # of a pass that was interrupted
+        if current is not None:
+            at_end_of_backward_pass(functools.partial(_end_pass, weakref.ref(self), running))
+
+    def _take_all_waiting(self) -> None:
+        for key, bucket in self._running.waiting.items():
+            self._take_waiting(key, len(bucket.params))
+
+    def check_marker(self, is_final: Tensor | None = None) -> None:
+        """Raise RuntimeError if the gradient that waits was written to, or set to None, since autograd computed it.
+
+        Args:
+            is_final: the parameter to whose gradient autograd has just added.
+        """
+        marker = self._running.marker
+        if marker is None or marker is is_final:
+            return
+        if marker.grad is None:
+            raise RuntimeError(
+                f"the gradient of {self._name(marker)} was set to None, as by model.zero_grad(), but {self.argument} "
+                "has taken other gradients before; to forget gradients, call optimizer.zero_grad()"
+            )
+        self._check_version(marker)
 
     def forget_waiting(self) -> None:
         """Forget gradients that have not been taken yet; called by `zero_grad`."""
@@ -177,12 +239,11 @@ class GradientCollector(ABC):
                 continue
             if id(param) in running.taken and id(param) in self._averaged_later:
                 param.grad = None  # DDP's view of its bucket
-            elif id(param) in running.taken and not self.accumulates:
+            elif id(param) in running.taken:
                 raise RuntimeError(self._second_gradient(param))
-            else:
+            elif param is not running.marker:
                 running.waiting[bucket_key(param)].add(param)
-        for key, bucket in running.waiting.items():
-            self._take_waiting(key, len(bucket.params))
+        self._take_all_waiting()
 
     def _take_waiting(self, key: Any, count: int) -> None:
         """Take the `count` oldest that wait under `key`, unless somebody has set their gradients to None."""
@@ -191,17 +252,19 @@ class GradientCollector(ABC):
         waiting = self._running.waiting[key]
         bucket = [param for param in waiting.params[:count] if param.grad is not None]
         for param in bucket:
-            version = self._running.versions.get(id(param))
-            if version is not None and version != _version(param.grad):
-                raise RuntimeError(
-                    f"the gradient of {self._name(param)} was written to after autograd had computed it, as with "
-                    "torch.nn.utils.clip_grad_norm_ or GradScaler.unscale_, but "
-                    f"{self.argument} has {self._without_that}; to change gradients one by one, use "
-                    "param.register_hook"
-                )
+            self._check_version(param)
         if bucket:
             self._take(key, bucket)
         waiting.take(count)
+
+    def _check_version(self, param: Tensor) -> None:
+        version = self._running.versions.get(id(param))
+        if version is not None and version != gradient_version(param.grad):
+            raise RuntimeError(
+                f"the gradient of {self._name(param)} was written to after autograd had computed it, as with "
+                f"torch.nn.utils.clip_grad_norm_ or GradScaler.unscale_, but {self.argument} has {self._without_that}; "
+                "to change gradients one by one, use param.register_hook"
+            )
 
     _without_that: ClassVar[str]
     """What has happened to other gradients without such a write, and how to clip."""
@@ -212,7 +275,7 @@ class GradientCollector(ABC):
 
     @abstractmethod
     def _second_gradient(self, param: Tensor) -> str:
-        """The message for a second gradient of `param` where gradients are not accumulated."""
+        """The message for a gradient of `param` that was found after one had been taken, and cannot be added to it."""
 
     def _name(self, param: Tensor) -> str:
         for number, group in enumerate(self._optimizer.param_groups):
@@ -229,6 +292,19 @@ def collector_of(optimizer: Any) -> GradientCollector | None:
     return collector if isinstance(collector, GradientCollector) else None
 
 
+def check_no_other_takes_gradients(optimizer: Any) -> None:
+    """Raise RuntimeError if another optimizer, which still exists, takes gradients of this one's parameters."""
+    own = None if optimizer.collector is None else optimizer.collector._hooks
+    for group in optimizer.param_groups:
+        for owner in map(owner_of, group["params"]):
+            if owner is not None and owner is not own:
+                raise RuntimeError(
+                    "another optimizer, built with gradient_release=True or offload_gradients=True, takes the "
+                    "gradients of these parameters during the backward pass; call its zero_grad(), step() and "
+                    "stop_gradient_release(), or delete it"
+                )
+
+
 class _RunningStep:
     """The step that has begun since the last one ended.
 
@@ -236,18 +312,32 @@ class _RunningStep:
         versions: identity of each parameter whose gradient is final → the version of that gradient.
         waiting: parameters whose gradients wait, by `bucket_key`, or "means" for those that DDP has averaged.
         taken: identities of the parameters whose gradients have been taken.
+        marker: if gradients are accumulated, the parameter whose gradient waits for `step()`.
+        marker_is_fixed: whether no smaller one may take its place, because its gradient was copied.
+        current_pass: identifies the last backward pass, if gradients are accumulated.
     """
 
     def __init__(self) -> None:
         self.versions: dict[int, Any] = {}
         self.waiting: dict[Any, GradientBucket] = defaultdict(GradientBucket)
         self.taken: set[int] = set()
+        self.marker: Tensor | None = None
+        self.marker_is_fixed = False
+        self.current_pass: int | None = None
 
 
-def _version(grad: Tensor | None) -> Any:
-    """The count of writes to a gradient; None if torch does not count them."""
+def _end_pass(reference: weakref.ref[GradientCollector], running: _RunningStep) -> None:
+    """Take what waits at the end of a backward pass, unless its step is over."""
+    collector = reference()
+    if collector is not None and collector._running is running:
+        with collector._lock:
+            collector._take_all_waiting()
+
+
+def gradient_version(grad: Tensor | None) -> Any:
+    """A gradient and the count of writes to it; None if torch does not count them."""
     assert grad is not None
     try:
-        return grad._version, local_shard(grad)._version
+        return id(grad), grad._version, local_shard(grad)._version
     except RuntimeError:  # made in inference mode
         return None

@@ -21,9 +21,12 @@ class GradientHooks:
     Args:
         gradient_is_final: a method that is called with each parameter. Its object is referenced weakly, so that
             parameters do not keep an optimizer alive.
+        check_take_over: a method of the same object that is called before another one takes parameters over. It may
+            raise.
     """
 
-    def __init__(self, gradient_is_final: Callable[[Tensor], None]) -> None:
+    def __init__(self, gradient_is_final: Callable[[Tensor], None], check_take_over: Callable[[], None]) -> None:
+        self._check_take_over = weakref.WeakMethod(check_take_over)
         self._hook = functools.partial(_run_hook, weakref.WeakMethod(gradient_is_final))
         self._hooks: dict[int, tuple[Tensor, Any]] = {}
         self._taken_over: set[int] = set()
@@ -51,17 +54,26 @@ class GradientHooks:
         watched = {id(param): param for param in params if param.requires_grad and id(param) not in self._taken_over}
         if watched.keys() == self._hooks.keys() or not self._started:
             return False
+        new = [watched[number] for number in watched.keys() - self._hooks.keys()]
+        for earlier in set(filter(None, map(owner_of, new))):  # optimizers of the same model
+            if (check := earlier._check_take_over()) is not None:
+                check()
         for number in self._hooks.keys() - watched.keys():
             self._hooks.pop(number)[1].remove()
-        for number in watched.keys() - self._hooks.keys():
-            param = watched[number]
-            owner: GradientHooks | None = _owners.get(param, lambda: None)()
-            if owner is not None and number in owner._hooks:  # of an earlier optimizer of the same model
-                owner._hooks.pop(number)[1].remove()
-                owner._taken_over.add(number)
-            self._hooks[number] = param, param.register_post_accumulate_grad_hook(self._hook)
+        for param in new:
+            owner = owner_of(param)
+            if owner is not None:
+                owner._hooks.pop(id(param))[1].remove()
+                owner._taken_over.add(id(param))
+            self._hooks[id(param)] = param, param.register_post_accumulate_grad_hook(self._hook)
             _owners[param] = weakref.ref(self)
         return True
+
+
+def owner_of(param: Tensor) -> GradientHooks | None:
+    """The hooks of the optimizer that takes the gradients of `param`, if one does."""
+    owner: GradientHooks | None = _owners.get(param, lambda: None)()
+    return owner if owner is not None and id(param) in owner._hooks else None
 
 
 @torch.compiler.disable

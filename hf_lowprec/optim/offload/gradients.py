@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
-from hf_lowprec.optim.gradient_release.collector import GradientCollector
+from hf_lowprec.optim.gradient_release.collector import GradientCollector, gradient_version
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import dtensor_like, local_shard, place_gradients
 
@@ -37,25 +37,62 @@ class OffloadedGradients(GradientCollector):
     def __init__(self, optimizer: Any) -> None:
         self.sums: dict[Tensor, Tensor] = {}
         self._memory: dict[Tensor, Tensor] = {}  # of the sums, kept from step to step
+        self._copied: Any = None  # the version of the marker's gradient that is on the host
         super().__init__(optimizer)
 
     def collect(self) -> None:
         """Move all gradients that are left to the host, and wait until all are there and added up."""
         with self._lock:
             self._take_rest()
+            self.check_marker()
+            marker = self._running.marker
+            if marker is not None and self._copied != (copied := self._running.versions[id(marker)]):
+                self._copy("marker", [marker], begin=True)  # its gradient stays, and is looked at again in `step()`
+                self._copied, self._running.marker_is_fixed = copied, True
             self._optimizer.finish_host_steps()
+
+    def check_take_over(self) -> None:
+        if self.sums:
+            raise RuntimeError(
+                "an optimizer with offload_gradients=True holds gradients of these parameters on the host; call its "
+                "step() or zero_grad() first"
+            )
+
+    def zero(self) -> None:
+        """Set all gradients that were moved to zero, as `zero_grad(set_to_none=False)` says."""
+        with self._lock:
+            self._optimizer.finish_host_steps()
+            for total in self.sums.values():
+                local_shard(total).zero_()
+            marker = self._running.marker
+            if marker is not None and marker.grad is not None:
+                self._running.versions[id(marker)] = gradient_version(marker.grad)
 
     def end_step(self) -> None:
         """Forget the gradients, which have been stepped or are not wanted, as `zero_grad` says."""
         with self._lock:
             self.sums.clear()
+            if self._running.marker is not None:
+                self._running.marker.grad = None
             self._begin_step()
             self.watch_parameters()
 
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._copied = None
+
     @without_grad
     def _take(self, key: Any, bucket: Sequence[Tensor]) -> None:
-        """Copy the gradients of `bucket` to the host, where a thread adds them to those of earlier micro-batches."""
+        """Move the gradients of `bucket` to the host, where a thread adds them to those of earlier micro-batches."""
         place_gradients(bucket)
+        self._copy(key, bucket)
+        for param in bucket:
+            param.grad = None
+        self._running.taken.update(map(id, bucket))
+
+    @without_grad
+    def _copy(self, key: Any, bucket: Sequence[Tensor], begin: bool = False) -> None:
+        """Copy the gradients of `bucket` to the host; `begin` new sums, or add them to those that are there."""
         whole = [param.grad for param in bucket if param.grad is not None]
         for grad in whole:
             validation.check_gradient(grad)
@@ -67,15 +104,12 @@ class OffloadedGradients(GradientCollector):
 
         def add() -> tuple[()]:
             for (total, is_first), grad in zip(sums, staged, strict=True):
-                total.copy_(grad) if is_first else total.add_(grad)
+                total.copy_(grad) if is_first or begin else total.add_(grad)
             return ()
 
         fetched = host_steps.submit(copies, slot, zip(staged, grads, strict=True), add)
         if key == "means":  # views of a bucket that DDP writes to in the next backward pass
             copies.order_after(fetched)
-        for param in bucket:
-            param.grad = None
-        self._running.taken.update(map(id, bucket))
 
     def _sum(self, param: Tensor, grad: Tensor) -> tuple[Tensor, bool]:
         """Host memory for the sum of gradients of `param`, this rank's part; and whether `grad` is the first of them.
@@ -93,4 +127,8 @@ class OffloadedGradients(GradientCollector):
         return local_shard(self.sums[param]), is_first
 
     def _second_gradient(self, param: Tensor) -> str:
-        raise NotImplementedError  # they are accumulated
+        return (
+            f"{self._name(param)} was given a gradient after offload_gradients=True had moved the one that autograd "
+            "computed; set gradients before the backward pass, change them with param.register_hook, or call "
+            "optimizer.zero_grad() first"
+        )
