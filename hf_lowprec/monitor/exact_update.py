@@ -151,7 +151,7 @@ class FusedGroupUpdates:
 
     def _factors(self, name: str) -> Tensor:
         """The row or column factors of the samples, FP32; zeros for padding."""
-        factors = torch.zeros(self.samples.positions.shape, device=self.fused_group.device)
+        factors = torch.zeros(self.samples.positions.shape, dtype=torch.float32, device=self.fused_group.device)
         for row, (entry, count) in enumerate(zip(self.fused_group.entries, self.samples.counts, strict=True)):
             places = place_of_factor(name, self.samples.positions[row, :count], entry.weight.shape)
             factors[row, :count] = entry.tensors[name][places]
@@ -206,13 +206,13 @@ def _scalars_without_decay(optimizer: LowPrecisionOptimizer, fused_group: FusedG
             group = {**entry.group, "weight_decay": 0.0}
             rows[key] = list(optimizer.scalars(group, float(group["lr"]), count + 1).values())
         table.append(rows[key])
-    return torch.tensor(table, dtype=torch.float32)
+    return torch.tensor(table, dtype=torch.float32, device="cpu")
 
 
 def _stream_keys(fused_group: FusedGroup) -> Tensor:
     """The stream keys of each entry, int64 of shape (entries, 2 × random words)."""
     segments = fused_group.segments
-    streams = torch.zeros(len(fused_group.entries), segments.streams.shape[1], dtype=torch.int64)
+    streams = torch.zeros(len(fused_group.entries), segments.streams.shape[1], dtype=torch.int64, device="cpu")
     streams[segments.entry_index] = segments.streams  # the same in all segments of an entry
     return streams
 
@@ -223,7 +223,7 @@ def _global_index(fused_group: FusedGroup, samples: ParameterSamples) -> tuple[T
     for row, entry in enumerate(fused_group.entries):
         runs = list(contiguous_runs(entry.param))
         if len(runs) > 1 or any(run.global_start for run in runs):
-            ends = torch.tensor([run.local_start + run.length for run in runs])
-            shifts = torch.tensor([run.global_start - run.local_start for run in runs])
+            ends = torch.tensor([run.local_start + run.length for run in runs], device="cpu")
+            shifts = torch.tensor([run.global_start - run.local_start for run in runs], device="cpu")
             index[row] += shifts[torch.searchsorted(ends, index[row], right=True).clamp(max=len(runs) - 1)]
     return index.to(fused_group.device, torch.int32), (index >> 32).to(fused_group.device, torch.int32)

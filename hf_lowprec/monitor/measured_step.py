@@ -85,7 +85,7 @@ class ParameterBlock:
         stored_weight = samples.gather(self.weights, "weight")
         low_bits = self._low_bits()
         stored = fp64_value(stored_weight, low_bits)
-        table[:, COLUMN["elements"]] = torch.tensor(samples.sizes, dtype=torch.float64)
+        table[:, COLUMN["elements"]] = torch.tensor(samples.sizes, dtype=torch.float64, device=table.device)
         same = samples.clear_padding(stored == self._first_values(low_bits))
         table[:, COLUMN["never_moved"]] = same.sum(1) * weights
         if self.nonzero_grad is not None:

@@ -185,7 +185,7 @@ class PrecisionMonitor:
     def _watch_parameters(self) -> None:
         """Watch the parameters that the optimizer has now."""
         self._watched = WatchedParameters(self.optimizer, self.model)
-        self._decay = torch.zeros(len(self._watched.params), len(SLOPE_SUMS), dtype=torch.float64)
+        self._decay = torch.zeros(len(self._watched.params), len(SLOPE_SUMS), dtype=torch.float64, device="cpu")
         self._decay_measured_at: int | None = None
         self._blocks = MeasuredBlocks(self.optimizer, self._watched, self.dtypes, self.across_ranks)
 
@@ -286,11 +286,12 @@ class PrecisionMonitor:
         """Turn sums into numbers; None if the step was skipped."""
         if finished.enabled is not None and not bool(finished.enabled):
             return None
-        table = torch.zeros(len(self._watched.params), len(SUMS), dtype=torch.float64)
+        table = torch.zeros(len(self._watched.params), len(SUMS), dtype=torch.float64, device="cpu")
         for rows, sums in finished.results:
             table[rows] = sums.cpu()
         if finished.with_decay:
-            forget = torch.tensor([REMEMBERED, REMEMBERED, REMEMBERED**2, REMEMBERED**2], dtype=torch.float64)
+            factors = [REMEMBERED, REMEMBERED, REMEMBERED**2, REMEMBERED**2]
+            forget = torch.tensor(factors, dtype=torch.float64, device="cpu")
             self._decay = self._decay * forget + table[:, _DECAY].nan_to_num()
         table[:, _DECAY] = self._decay
         table[:, COLUMN["has_gradient"]].clamp_(max=1)  # until here, the number of shards with one

@@ -191,8 +191,8 @@ class StepPrecision:
     def by_kind(self) -> dict[str, dict[str, float]]:
         """The numbers by name, for each kind that the model has, and for `"all"` of it."""
         kinds = [kind for kind in PARAMETER_KINDS if kind in self.kinds]
-        table = torch.zeros(len(kinds) + 1, self.sums.shape[1], dtype=torch.float64)
-        index = torch.tensor([kinds.index(kind) + 1 for kind in self.kinds], dtype=torch.int64)
+        table = torch.zeros(len(kinds) + 1, self.sums.shape[1], dtype=torch.float64, device=self.sums.device)
+        index = torch.tensor([kinds.index(kind) + 1 for kind in self.kinds], dtype=torch.int64, device=self.sums.device)
         table.index_add_(0, index, self.sums)
         table[0] = self.sums.sum(0)
         return dict(zip([ALL, *kinds], precision_values(table), strict=True))

@@ -88,8 +88,8 @@ class WatchedParameters:
             self.first_low_bits |= self._samples(new, [shards[row] for row in new])
 
     def _samples(self, rows: list[int], shards: list[Tensor]) -> dict[int, Tensor]:
-        """The samples of `shards`, by row."""
-        matrix = ParameterSamples(shards, self.sample_size).gather(shards)
+        """The samples of `shards`, by row, on the device of the parameters; states may be on the host."""
+        matrix = ParameterSamples(shards, self.sample_size).gather(shards).to(self.params[rows[0]].device)
         return dict(zip(rows, matrix.unbind(), strict=True))
 
 

@@ -215,7 +215,7 @@ def _sums_in_fp32(reduce_scatter: Any, group: dist.ProcessGroup, count: int, dev
     """
     ranks, rank = group.size(), group.rank()
     # Integers below 257 are BF16 numbers; FP32 sums of them are exact in any order.
-    addends = torch.randint(257, (ranks, _PERIOD), generator=torch.Generator().manual_seed(0))
+    addends = torch.randint(257, (ranks, _PERIOD), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     repeats = -(-ranks * count // _PERIOD)
     sent = reduce_scatter.allocate((ranks * count,), dtype=torch.bfloat16, device=device)
     sent.copy_(addends[rank].bfloat16().to(device).repeat(repeats)[: ranks * count])

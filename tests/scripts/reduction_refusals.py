@@ -206,7 +206,9 @@ def check_sums_by_nccl() -> None:
     refusal(ValueError, lambda: by_nccl(Linear(BF16, *SHAPES)), "reduction='nccl'", "1,016 BF16 numbers over 4 ranks")
     by_nccl(Linear(FP32, *SHAPES))  # it sums FP32 numbers in FP32
     FSDPModule.set_symm_mem_for_comm = lambda module: module.set_custom_reduce_scatter(OfSums())
-    model = by_nccl(Linear(BF16, *SHAPES))
+    model = Linear(BF16, *SHAPES)
+    with torch.device("meta"):  # the default device does not matter
+        by_nccl(model)
     for param, every in zip(model.parameters(), backward(model), strict=True):
         assert same_bits(param.grad.full_tensor(), mean_of_rounded_sum(every))
     for refused in ({"mesh": replicated(), "mp_policy": WIDE}, {"mesh": replicated()}):

@@ -111,7 +111,8 @@ class Adafactor(LowPrecisionOptimizer):
         """`β₂ = 1 - tᵏ`, and the step size `min(lr, 1/√t)` with `relative_step`. `step` may be a tensor."""
         least = 2.0**-23 if group["eps"][0] is None else group["eps"][0]
         gain2, relative, beta1 = step ** group["beta2_decay"], step**-0.5, group["beta1"] or 0.0
-        limited = (lr < relative) * lr + (lr >= relative) * relative if group["relative_step"] else lr
+        rate = lr + 0 * relative  # as a tensor: a product of bools and a number would have torch's default dtype
+        limited = (lr < relative) * rate + (lr >= relative) * relative if group["relative_step"] else lr
         return {
             "beta2": 1 - gain2,
             "gain2": gain2,

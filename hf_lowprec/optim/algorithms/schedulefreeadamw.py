@@ -91,7 +91,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
         `step` may be a tensor.
         """
         (beta1, beta2), warmup = group["betas"], group["warmup_steps"]
-        time = torch.as_tensor(step, dtype=torch.float64)
+        time = step.double() if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float64, device="cpu")
         k = torch.arange(warmup + 1, dtype=torch.float64, device=time.device)
         in_warmup, warm = time.clamp(max=warmup), (time / warmup).clamp(max=1)
         total = ((k / max(warmup, 1)) ** 2 * (1 - beta2**k)).cumsum(0)[in_warmup.long()]

@@ -95,7 +95,9 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
 
 def _state(state: dict[str, Any], group: ParamGroup) -> dict[str, Any]:
     """FP32 states, as torch's optimizers name them; its SGD does not count steps."""
-    step = {} if "dampening" in group else {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
+    step: dict[str, Tensor] = {}
+    if "dampening" not in group:
+        step["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
     tensors = {name: value for name, value in state.items() if name != "step" and isinstance(value, Tensor)}
     return step | {name: value.float() for name, value in decoded_states(tensors).items()}
 
