@@ -152,6 +152,13 @@ def a_closure_and_a_scheduler(model, optimizer):
         scheduler.step()
 
 
+def a_smaller_parameter_in_the_second_pass(model, optimizer):
+    train(model, optimizer, 1, 2)
+    backward(model, 1, 3, 4, 6)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def forgotten_and_interrupted(model, optimizer):
     def interrupt(grad):
         raise KeyboardInterrupt
@@ -205,6 +212,7 @@ def saved_and_copied_between(model, optimizer):
     "loop",
     [
         *(backward_twice_and_no_zero_grad, unfrozen_and_added_later, a_closure_and_a_scheduler),
+        a_smaller_parameter_in_the_second_pass,
         *(forgotten_and_interrupted, given_by_hand_hooked_and_checkpointed, norms_and_limits, saved_and_copied_between),
     ],
 )
@@ -277,6 +285,7 @@ DISTURBED = {
     "norm between micro-batches": lambda m, o: (backward(m, 1), o.global_grad_norm(), backward(m, 2, 3)),
     "pass of the last bucket": lambda m, o: (backward(m, 1, 2), (m.table[:3] ** 2).float().sum().backward()),
     "replaced": lambda m, o: (backward(m, 1), setattr(m.second.weight, "grad", torch.ones_like(m.second.weight))),
+    "replaced before a pass": lambda m, o: (DISTURBED["replaced"](m, o), backward(m, 2)),
     "zero_grad of the model": lambda m, o: (backward(m, 1), m.zero_grad(), backward(m, 2)),
     "zeros": lambda m, o: (train(m, o, 0), backward(m, 1), o.zero_grad(set_to_none=False)),
     "clipped by torch after the norm": lambda m, o: (backward(m, 1), o.global_grad_norm(), clip_by_torch(m)),

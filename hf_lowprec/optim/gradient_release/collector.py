@@ -170,7 +170,7 @@ class GradientCollector(ABC):
         if param is running.marker:
             return []
         smallest = running.marker is None or param.numel() <= running.marker.numel()
-        if running.marker_is_fixed or id(param) in running.taken or not param.numel() or not smallest:
+        if running.marker_is_fixed or not param.numel() or not smallest:
             return [param]
         former, running.marker = running.marker, param
         return [] if former is None else [former]
@@ -185,8 +185,13 @@ class GradientCollector(ABC):
         if running.current_pass == (current := backward_pass()):
             return
         running.current_pass = current
+        running.marker_is_fixed = running.marker is not None
         self.check_marker(is_final)
         self._take_all_waiting()  # of a pass that was interrupted
+        taken = running.taken - self._averaged_later
+        for param in self._params() if taken else ():
+            if param.grad is not None and id(param) in taken and param is not is_final:
+                raise RuntimeError(self._second_gradient(param))
         if current is not None:
             at_end_of_backward_pass(functools.partial(_end_pass, weakref.ref(self), running))
 
@@ -313,7 +318,7 @@ class _RunningStep:
         waiting: parameters whose gradients wait, by `bucket_key`, or "means" for those that DDP has averaged.
         taken: identities of the parameters whose gradients have been taken.
         marker: if gradients are accumulated, the parameter whose gradient waits for `step()`.
-        marker_is_fixed: whether no smaller one may take its place, because its gradient was copied.
+        marker_is_fixed: whether no smaller one may take its place, because it has gradients of several passes.
         current_pass: identifies the last backward pass, if gradients are accumulated.
     """
 

@@ -48,7 +48,7 @@ class OffloadedGradients(GradientCollector):
             marker = self._running.marker
             if marker is not None and self._copied != (copied := self._running.versions[id(marker)]):
                 self._copy("marker", [marker], begin=True)  # its gradient stays, and is looked at again in `step()`
-                self._copied, self._running.marker_is_fixed = copied, True
+                self._copied = copied
             self._optimizer.finish_host_steps()
 
     def check_take_over(self) -> None:
