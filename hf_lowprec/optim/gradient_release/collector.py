@@ -116,6 +116,8 @@ class GradientCollector(ABC):
                 raise RuntimeError(self._second_gradient(param))
             if self.accumulates:
                 self._begin_pass(param)
+                if param.grad is None:  # it waited since a pass that was interrupted
+                    return
             if id(param) in self._averaged_later:
                 running.versions[id(param)] = None
                 return
@@ -154,10 +156,6 @@ class GradientCollector(ABC):
                     for final in self._kept_apart(param):
                         bucket.add(final)
             self._take_waiting("means", len(bucket.params) - (0 if self.accumulates else 1))
-            marker = self._running.marker
-            if marker is not None and marker.grad is not None:  # DDP writes to its bucket in the next backward pass
-                marker.grad = marker.grad.clone()
-                self._running.versions[id(marker)] = gradient_version(marker.grad)
         return mine
 
     # The gradient that waits, if gradients are accumulated.
@@ -165,15 +163,16 @@ class GradientCollector(ABC):
     def _kept_apart(self, param: Tensor) -> list[Tensor]:
         """The parameters whose gradients may be taken now that that of `param` is final: all but the marker's."""
         running = self._running
-        if not self.accumulates:
+        former = running.marker
+        smallest = former is None or (param.numel() <= former.numel() and not running.marker_is_fixed)
+        if not self.accumulates or (param is not former and not (smallest and param.numel())):
             return [param]
-        if param is running.marker:
-            return []
-        smallest = running.marker is None or param.numel() <= running.marker.numel()
-        if running.marker_is_fixed or not param.numel() or not smallest:
-            return [param]
-        former, running.marker = running.marker, param
-        return [] if former is None else [former]
+        running.marker = param
+        grad = param.grad
+        if grad is not None and local_shard(grad)._is_view():  # of a bucket, which others write to, and which is large
+            param.grad = grad.clone()
+        running.versions[id(param)] = gradient_version(param.grad)
+        return [] if former is None or former is param else [former]
 
     def _begin_pass(self, is_final: Tensor) -> None:
         """Note that a backward pass has begun, if it has; at its end, take what waits.
@@ -256,7 +255,7 @@ class GradientCollector(ABC):
             return
         waiting = self._running.waiting[key]
         bucket = [param for param in waiting.params[:count] if param.grad is not None]
-        for param in bucket:
+        for param in bucket if not self.accumulates else ():  # else it is taken as others have left it
             self._check_version(param)
         if bucket:
             self._take(key, bucket)
