@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from hf_lowprec.monitor.memory_estimate import expected_memory
 from hf_lowprec.optim import AdamW, Lion, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.offload import host_steps
-from hf_lowprec.optim.offload.host_steps import Bucket, Slot
+from hf_lowprec.optim.offload.host_steps import Bucket, Slot, staging_bytes
 from hf_lowprec.optim.state.low_bits import fp32_state_dict
 from tests.support.optim.every_optimizer import MODES, OPTIONS
 from tests.support.optim.optimizer_contents import assert_equal, everything
@@ -126,6 +127,23 @@ def test_gradients_of_micro_batches_are_accumulated(simulate, options):
         simulate(0.3, seed)
         offloading = functools.partial(AdamW, lr=0.01, offload_states=True, **options)
         assert_equal(trained(offloading, micro_batches=3), expected)
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_the_host_needs_what_is_estimated(simulate, offload_gradients):
+    model = nn.ModuleList(nn.Linear(30, 20, bias=False, dtype=BF16) for _ in range(4))
+    options = {"rounding": "split", "offload_states": True, "offload_gradients": offload_gradients}
+    copies, optimizer = simulate(), AdamW(model.parameters(), **options)
+    for _ in range(3):
+        sum(layer.weight.sum() for layer in model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    estimated = expected_memory(model, optimizer)
+    states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert sum(value.nbytes for value in states) == estimated.state.total() == 6 * 4 * 600
+    clip_factors = 4 * 4
+    assert copies.allocated - clip_factors == staging_bytes(model.parameters(), offload_gradients)
+    assert staging_bytes(model.parameters(), offload_gradients) == 3 * (2048 if offload_gradients else 4096)
 
 
 def test_means_over_ranks_are_copied_before_ddp_writes_to_its_bucket_again(simulate):

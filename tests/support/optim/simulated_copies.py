@@ -57,11 +57,12 @@ class SimulatedCopies(DeviceCopies):
         self._share, self._random = share, random.Random(seed)
         self._to_host, self._to_device = _Stream(), _Stream()
         self._lock = threading.RLock()
-        self.fetched = self.sent = 0
+        self.fetched = self.sent = self.allocated = 0
         self.calls: list[str] = []
         self.before_call: Callable[[str], None] = lambda name: None
 
     def host_memory(self, size: int) -> Tensor:
+        self.allocated += size
         return torch.full((size,), GARBAGE, dtype=torch.uint8)
 
     def fetch(self, pairs: Iterable[Pair]) -> Event:
