@@ -1,0 +1,31 @@
+"""See the package."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.evidence import __doc__, harness, steps
+
+EXPERIMENTS = {experiment.name: experiment for experiment in (steps.EXPERIMENT,)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"experiments ({', '.join(EXPERIMENTS)}); default all")
+    parser.add_argument("--full", action="store_true", help="settings for a real machine, for hours or days")
+    parser.add_argument("--cases", help="separated by commas; default all")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1; start two processes instead)")
+    parser.add_argument("--cache", type=Path, default=harness.CACHE, help=f"default {harness.CACHE}")
+    parser.add_argument("--data-dir", type=Path, help="a folder of text files; default: the standard library")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    cases = options.cases.split(",") if options.cases else None
+    for name in options.names or EXPERIMENTS:
+        print(harness.run(EXPERIMENTS[name], options.full, cases, options.cache, options.data_dir))
+
+
+if __name__ == "__main__":
+    main()

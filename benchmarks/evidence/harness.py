@@ -1,0 +1,179 @@
+"""Runs the cases of experiments, keeps what is done, and records machine and versions.
+
+An experiment's record is one JSON file. Apart from `seconds`, the same seeds give the same file on the same machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "evidence"
+CACHE = Path(__file__).resolve().parents[2] / ".evidence"
+"""Checkpoints and weights, which are too large to be kept in the repository."""
+CHECKPOINT_EVERY = 120
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question, and the runs that answer it.
+
+    Attributes:
+        name: of its record.
+        settings: a dataclass for what fits on two cores, and one for a real machine.
+        cases: the names of the runs, in the order in which they are begun.
+        needs: the names of the cases whose checkpoints a case begins with.
+        run: runs a case; takes its name, the settings and its `Workspace`, and returns JSON data.
+        compare: what cases say together; takes the settings, the workspace and the results, and returns JSON data in
+            dictionaries by name and case.
+    """
+
+    name: str
+    settings: tuple[Any, Any]
+    cases: Callable[[Any], list[str]]
+    needs: Callable[[str], list[str]]
+    run: Callable[[str, Any, Workspace], dict[str, Any]]
+    compare: Callable[[Any, Workspace, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
+
+
+class Workspace:
+    """The folder of one experiment with its settings: checkpoints of running cases, and results of those that are done.
+
+    Args:
+        folder: where.
+        progress: is called with a line of text.
+        data: a folder of text files; None takes what is installed.
+    """
+
+    def __init__(self, folder: Path, progress: Callable[[str], None], data: Path | None) -> None:
+        self.folder, self.progress, self.data = folder, progress, data
+        folder.mkdir(parents=True, exist_ok=True)
+        self.recorded: dict[str, dict[str, Any]] = {}
+        self._saved = time.monotonic()
+
+    def path(self, case: str, ending: str) -> Path:
+        """A file of a case."""
+        return self.folder / f"{case}.{ending}"
+
+    def is_due(self) -> bool:
+        """Whether a checkpoint is to be saved now."""
+        return time.monotonic() - self._saved >= CHECKPOINT_EVERY
+
+    def save(self, case: str, checkpoint: Any) -> None:
+        """Replace the checkpoint of a case."""
+        path = self.path(case, "pt")
+        torch.save(checkpoint, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+        self._saved = time.monotonic()
+
+    def load(self, case: str) -> Any:
+        """The last checkpoint of a case; None if there is none."""
+        path = self.path(case, "pt")
+        return torch.load(path, weights_only=False) if path.exists() else None
+
+    def result(self, case: str) -> dict[str, Any] | None:
+        """The result of a case that is done, here or in the record."""
+        path = self.path(case, "json")
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else self.recorded.get(case)
+
+    def is_running(self, case: str) -> bool:
+        """Whether a living process has claimed the case."""
+        try:
+            os.kill(int(self.path(case, "lock").read_text(encoding="utf-8")), 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def claim(self, case: str) -> bool:
+        """Whether this process may run the case, since no living process does."""
+        if self.is_running(case):
+            return False
+        self.path(case, "lock").write_text(str(os.getpid()), encoding="utf-8")
+        return True
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on besides the settings."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "cpu": cpu,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "hf_lowprec", "numpy")},
+    }
+
+
+def run(
+    experiment: Experiment, full: bool, cases: list[str] | None = None, cache: Path = CACHE, data: Path | None = None
+) -> Path:
+    """Run the cases that are not done, and write the record of those that are; returns its path.
+
+    Several processes may run the same experiment: each takes the next case that nobody runs.
+
+    Args:
+        experiment: the experiment.
+        full: whether to take the settings for a real machine.
+        cases: names of those to run; None means all.
+        cache: the folder of workspaces.
+        data: see `Workspace`.
+    """
+    settings = experiment.settings[full]
+    size = "full" if full else "small"
+    start = time.monotonic()
+
+    def progress(line: str) -> None:
+        print(f"[{time.monotonic() - start:7.0f} s] {experiment.name}: {line}", file=sys.stderr, flush=True)
+
+    work = Workspace(cache / f"{experiment.name}-{size}", progress, data)
+    path = RESULTS / f"{experiment.name}-{size}.json"
+    description = json.loads(json.dumps({"experiment": experiment.name, "size": size, "settings": asdict(settings)}))
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    check_settings(work, description["settings"])
+    if earlier.items() >= description.items():
+        work.recorded = earlier["cases"]
+    left = cases or experiment.cases(settings)
+    while left := [case for case in left if work.result(case) is None]:
+        ready = (case for case in left if all(work.result(other) for other in experiment.needs(case)))
+        case = next(filter(work.claim, ready), None)
+        if case is None:
+            if not any(map(work.is_running, left)):
+                break  # what they need is not among the cases
+            time.sleep(5)
+            continue
+        begun = time.monotonic()
+        found = {**experiment.run(case, settings, work), "machine": machine()}
+        found["seconds"] = round(time.monotonic() - begun)
+        work.path(case, "json").write_text(json.dumps(found), encoding="utf-8")
+        progress(f"{case} is done")
+    results = {case: work.result(case) for case in experiment.cases(settings)}
+    done = {case: result for case, result in results.items() if result is not None}
+    known = earlier.get("compared", {})  # of files that are gone
+    compared = {key: known.get(key, {}) | found for key, found in experiment.compare(settings, work, done).items()}
+    record = {**description, "compared": compared, "cases": done}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def check_settings(work: Workspace, settings: dict[str, Any]) -> None:
+    """Raise SystemExit if the workspace has results of other settings."""
+    path, now = work.folder / "settings", json.dumps(settings, indent=1)
+    if path.exists() and path.read_text(encoding="utf-8") != now:
+        raise SystemExit(f"{work.folder} has results of other settings; delete it, or name another --cache")
+    path.write_text(now, encoding="utf-8")

@@ -1,0 +1,185 @@
+"""Does the distance from FP32 grow with the number of steps? And what does a cooldown leave of it?
+
+Ten seeds of a small model train for many steps at a constant rate. Then the rate falls to zero over a tenth as many
+steps, in the same mode and, for stochastic rounding, also in split, which takes over its states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.evidence import text
+from benchmarks.evidence.harness import Experiment, Workspace
+from benchmarks.evidence.modes import MODES, Mode
+from benchmarks.evidence.replicas import BYTES, Replicas, Shape
+
+PERTURBED = "fp32-perturbed"
+"""FP32 from first weights that each differ by a thousandth: how far two runs part without any rounding to 16 bits."""
+SCALE = 1e-3
+COOLDOWN = "cooldown"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained.
+
+    Attributes:
+        modes: names in `MODES`, and `PERTURBED`.
+        seeds: how many.
+        steps: at a constant rate.
+        records: steps after which weights are looked at.
+        shape: of the model.
+        sequences: per step and seed.
+        lr: the rate.
+        beta2: AdamW's second beta.
+        weight_decay: AdamW's, of all parameters.
+    """
+
+    modes: tuple[str, ...] = ("fp32", PERTURBED, "sr", "split", "kahan", "nearest", "sr-int8", "split-int8", "autocast")
+    seeds: int = 10
+    steps: int = 100_000
+    records: tuple[int, ...] = (1000, 3750, 7500, 15_000, 22_500, 30_000, 45_000, 60_000, 80_000, 100_000)
+    shape: Shape = field(default_factory=Shape)
+    sequences: int = 2
+    lr: float = 3e-4
+    beta2: float = 0.999
+    weight_decay: float = 0.1
+
+
+FULL = Settings(
+    steps=1_000_000,
+    records=(1000, 3750, 7500, 15_000, 30_000, 60_000, 100_000, 200_000, 400_000, 700_000, 1_000_000),
+    shape=Shape(width=96, layers=4, length=64),
+    sequences=8,
+)
+
+
+def cases(settings: Settings) -> list[str]:
+    """Every mode at a constant rate, then the cooldowns."""
+    cooldowns = [f"{mode}-{COOLDOWN}" for mode in settings.modes if mode != "autocast"]
+    return [*settings.modes, *cooldowns, f"sr-{COOLDOWN}-in-split"]
+
+
+def needs(case: str) -> list[str]:
+    """A cooldown begins where its mode has ended."""
+    base, _, _ = case.partition(f"-{COOLDOWN}")
+    return [] if base == case else [base]
+
+
+def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
+    """Train one case, and look at its weights on the way."""
+    base, _, rest = case.partition(f"-{COOLDOWN}")
+    seeds = list(range(settings.seeds))
+    mode = mode_of("split" if rest else base)
+    model = Replicas(seeds, settings.shape)
+    if base == PERTURBED:
+        perturb(model, seeds)
+    betas = (0.9, settings.beta2)
+    optimizer = mode.optimizer(model, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
+    data = text.load(work.data)
+    sequences = text.Sequences(data, seeds, settings.sequences, settings.shape.length)
+    validation, classes = sequences.validation(), byte_classes(data.train)
+
+    first, last, length = 0, settings.steps, settings.steps // 10
+    cools, points = base != case, list[dict[str, Any]]()
+    if cools:
+        first, last = settings.steps, settings.steps + length
+    saved = work.load(case)
+    if saved is None and cools:
+        saved = {**work.load(base), "points": []}
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first, points = saved["step"], saved["points"]
+
+    def checkpoint(step: int) -> None:
+        state = {"step": step, "points": points, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        work.save(case, state)
+
+    for step in range(first, last):
+        rate = settings.lr * (1 - (step - settings.steps) / length if cools else 1)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with mode.precision():
+            losses = model.losses(sequences.of_step(step))
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done = step + 1
+        if done in settings.records or done == last:
+            with torch.no_grad(), mode.precision():
+                found = model.losses(validation)
+            points.append({"step": done, "loss": found.tolist(), **looked_at(model, optimizer, classes)})
+            snapshot(model, work, case, done)
+            work.progress(f"{case}: step {done}, loss {float(found.mean()):.4f} ± {float(found.std()):.4f}")
+        if work.is_due() or done == last:
+            checkpoint(done)
+    return {"points": points, "text": data.checksum}
+
+
+def mode_of(name: str) -> Mode:
+    """The mode of a case."""
+    return MODES["fp32" if name == PERTURBED else name]
+
+
+def perturb(model: Replicas, seeds: list[int]) -> None:
+    """Change every weight by a thousandth of itself, times a standard normal number."""
+    generators = [torch.Generator().manual_seed(1_000_000 + seed) for seed in seeds]
+    with torch.no_grad():
+        for param in model.parameters():
+            for replica, generator in zip(param, generators, strict=True):
+                replica.mul_(1 + SCALE * torch.randn(replica.shape, generator=generator))
+
+
+def byte_classes(train: Tensor) -> dict[str, Tensor]:
+    """The bytes of the vocabulary by how often they are in the text: a mask of each class."""
+    share = torch.bincount(train.long(), minlength=BYTES) / len(train)
+    limits = {"never": (-1, 0), "below 1e-5": (0, 1e-5), "below 1e-3": (1e-5, 1e-3), "above": (1e-3, 1)}
+    return {name: (share > low) & (share <= high) for name, (low, high) in limits.items()}
+
+
+@torch.no_grad()
+def looked_at(model: Replicas, optimizer: torch.optim.Optimizer, classes: dict[str, Tensor]) -> dict[str, Any]:
+    """Norms of the weights of each seed; and by class of bytes, of embeddings and their second moments' roots."""
+    weights = [param.float().flatten(1) for param in model.parameters()]
+    norms = torch.cat(weights, dim=1).norm(dim=1)
+    rows = model.table.float().norm(dim=2)
+    state = dict(optimizer.state[model.table])
+    if "exp_avg_sq" not in state:
+        from hf_lowprec.optim.state.states_in_8_bits import decoded_states
+
+        state = decoded_states(state)
+    moments = state["exp_avg_sq"].float().sqrt().mean(dim=2)
+    return {
+        "norm": norms.tolist(),
+        "embedding_norms": {name: rows[:, mask].mean(1).tolist() for name, mask in classes.items() if mask.any()},
+        "second_moments": {name: moments[:, mask].mean(1).tolist() for name, mask in classes.items() if mask.any()},
+    }
+
+
+def snapshot(model: Replicas, work: Workspace, case: str, step: int) -> None:
+    """Keep the weights, to compare them with those of other cases."""
+    weights = torch.cat([param.detach().float().flatten(1) for param in model.parameters()], dim=1)
+    np.save(work.path(f"{case}-{step}", "npy"), weights.numpy())
+
+
+def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How far the weights of each case are from FP32's, relative to their norm; of each seed at each recorded step."""
+    distances: dict[str, dict[str, list[float]]] = {}
+    for case, result in results.items():
+        reference = "fp32" if COOLDOWN not in case else f"fp32-{COOLDOWN}"
+        for step in (point["step"] for point in result["points"]):
+            paths = [work.path(f"{name}-{step}", "npy") for name in (case, reference)]
+            if case != reference and all(path.exists() for path in paths):
+                weights, exact = map(np.load, paths)
+                distance = np.linalg.norm(weights - exact, axis=1) / np.linalg.norm(exact, axis=1)
+                distances.setdefault(case, {})[str(step)] = distance.tolist()
+    return {"distance": distances}
+
+
+EXPERIMENT = Experiment("steps", (Settings(), FULL), cases, needs, run, compare)

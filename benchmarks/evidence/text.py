@@ -1,0 +1,73 @@
+"""Bytes to train on: the standard library of the running Python, or the files of a folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_lowprec.tools.demo.text import standard_library_modules
+
+VALIDATION_SEQUENCES = 64
+STEPS_PER_DRAW = 1000
+"""Steps whose sequences are drawn at once."""
+
+
+class Bytes(NamedTuple):
+    """Training and validation bytes, uint8 of shape (bytes), and the first digits of their SHA-256."""
+
+    train: Tensor
+    validation: Tensor
+    checksum: str
+
+
+@functools.cache
+def load(folder: Path | None) -> Bytes:
+    """The text files of `folder`, whose last tenth is held out; None means the standard library."""
+    if folder is None:
+        text = standard_library_modules()
+        parts = ["\n".join(each["text"]).encode() for each in (text.train, text.validation)]
+    else:
+        whole = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
+        parts = [whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]]
+    checksum = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return Bytes(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts), checksum)
+
+
+def _cut(text: Tensor, starts: Tensor, length: int) -> Tensor:
+    return text[starts.unsqueeze(-1) + torch.arange(length + 1)].long()
+
+
+class Sequences:
+    """The sequences of every step, for several seeds. They depend on seed and step alone.
+
+    Args:
+        text: the bytes.
+        seeds: of the order, one for each replica.
+        count: sequences per step and seed.
+        length: bytes per sequence that are predicted.
+    """
+
+    def __init__(self, text: Bytes, seeds: list[int], count: int, length: int) -> None:
+        self._text, self._seeds, self._count, self._length = text, seeds, count, length
+        self._draw, self._starts = -1, torch.empty(0)
+
+    def of_step(self, step: int) -> Tensor:
+        """Shape (seeds, count, length + 1)."""
+        draw, row = divmod(step, STEPS_PER_DRAW)
+        if draw != self._draw:
+            end, size = len(self._text.train) - self._length - 1, (STEPS_PER_DRAW, self._count)
+            drawn = [np.random.default_rng([seed, draw]).integers(end, size=size) for seed in self._seeds]
+            self._draw, self._starts = draw, torch.from_numpy(np.stack(drawn, axis=1))
+        return _cut(self._text.train, self._starts[row], self._length)
+
+    def validation(self) -> Tensor:
+        """The same for all seeds and steps; shape (seeds, `VALIDATION_SEQUENCES`, length + 1)."""
+        end = len(self._text.validation) - self._length - 1
+        starts = torch.from_numpy(np.random.default_rng(0).integers(end, size=VALIDATION_SEQUENCES))
+        return _cut(self._text.validation, starts, self._length).expand(len(self._seeds), -1, -1)
