@@ -37,6 +37,7 @@ class Experiment:
         run: runs a case; takes its name, the settings and its `Workspace`, and returns JSON data.
         compare: what cases say together; takes the settings, the workspace and the results, and returns JSON data in
             dictionaries by name and case.
+        section: the part of the page that a record gives, a `page.Section`.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Experiment:
     needs: Callable[[str], list[str]]
     run: Callable[[str, Any, Workspace], dict[str, Any]]
     compare: Callable[[Any, Workspace, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
+    section: Callable[[dict[str, Any]], Any]
 
 
 class Workspace:
@@ -88,12 +90,13 @@ class Workspace:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else self.recorded.get(case)
 
     def is_running(self, case: str) -> bool:
-        """Whether a living process has claimed the case."""
+        """Whether another living process has claimed the case."""
         try:
-            os.kill(int(self.path(case, "lock").read_text(encoding="utf-8")), 0)
+            process = int(self.path(case, "lock").read_text(encoding="utf-8"))
+            os.kill(process, 0)
         except (OSError, ValueError):
             return False
-        return True
+        return process != os.getpid()
 
     def claim(self, case: str) -> bool:
         """Whether this process may run the case, since no living process does."""

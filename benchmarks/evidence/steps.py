@@ -16,7 +16,9 @@ from torch import Tensor
 from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.modes import MODES, Mode
+from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.replicas import BYTES, Replicas, Shape
+from benchmarks.evidence.statistics import growth, paired, verdict
 
 PERTURBED = "fp32-perturbed"
 """FP32 from first weights that each differ by a thousandth: how far two runs part without any rounding to 16 bits."""
@@ -182,4 +184,72 @@ def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, An
     return {"distance": distances}
 
 
-EXPERIMENT = Experiment("steps", (Settings(), FULL), cases, needs, run, compare)
+LIMIT = 0.01
+"""Nats per byte, 1% of perplexity: differences below are called equal."""
+_CLAIMS = {
+    "sr": "stochastic rounding",
+    "split": "split",
+    "kahan": "Kahan summation",
+    "nearest": "rounding to nearest",
+    "sr-int8": "stochastic rounding with 8-bit states",
+    "split-int8": "split with 8-bit states",
+    "autocast": "autocast",
+    PERTURBED: "FP32 from weights changed by a thousandth",
+}
+
+
+def section(record: dict[str, Any]) -> Section:
+    """Whether modes end where FP32 does, whether differences grow, and what the cooldown leaves of them."""
+    results, settings = record["cases"], record["settings"]
+    losses = {case: np.array([point["loss"] for point in found["points"]]) for case, found in results.items()}
+    steps = [point["step"] for point in results["fp32"]["points"]]
+    rows, at_steps, scatter = [], list[list[str]](), list[list[str]]()
+    for mode, words in _CLAIMS.items():
+        if mode not in losses:
+            continue
+        differences = losses[mode] - losses["fp32"]
+        rows.append(
+            _row(f"{words} ends where FP32 does after {steps[-1]:,} steps", losses[mode][-1], losses["fp32"][-1])
+        )
+        growing = growth(steps, differences.T)
+        verdict_of_growth = "undecided" if abs(growing.mean) < growing.half else "yes" if growing.mean > 0 else "falls"
+        measured = f"{growing.mean:+.4f} ± {growing.half:.4f} for each tenfold"
+        rows.append(Row(f"its difference grows with steps ({words})", measured, verdict_of_growth))
+        at_steps.append([words, *(f"{value:+.4f}" for value in differences.mean(1))])
+        scatter.append([words, *(f"{value:.4f}" for value in differences.std(1, ddof=1))])
+    for case, words in {**{f"{mode}-{COOLDOWN}": words for mode, words in _CLAIMS.items()}, _LAST: _IN_SPLIT}.items():
+        if case in losses and f"fp32-{COOLDOWN}" in losses:
+            rows.append(
+                _row(f"{words} ends where FP32 does after a cooldown", losses[case][-1], losses[_REFERENCE][-1])
+            )
+    heads = [f"{step:,}" for step in steps]
+    text = (
+        f"{Shape(**settings['shape']).parameters():,} parameters, bytes of Python's standard library, "
+        f"{settings['seeds']} seeds, AdamW with β₂ = {settings['beta2']} and decay {settings['weight_decay']} at a "
+        f"constant rate of {settings['lr']}, then a linear fall to zero over a tenth as many steps. Validation loss in "
+        f"nats per byte; the limit is {LIMIT}. FP32 ends at {losses['fp32'][-1].mean():.4f}."
+    )
+    distances = [
+        [_CLAIMS[case], *(f"{100 * np.mean(found[str(step)]):.1f}%" for step in steps)]
+        for case, found in record["compared"].get("distance", {}).items()
+        if case in _CLAIMS and all(str(step) in found for step in steps)
+    ]
+    tables = [
+        f"Mean difference of the loss after so many steps:\n\n{markdown_table(['', *heads], at_steps)}",
+        f"Its standard deviation over seeds:\n\n{markdown_table(['', *heads], scatter)}",
+        f"Distance of the weights from FP32's, of their norm:\n\n{markdown_table(['', *heads], distances)}",
+    ]
+    return Section("Steps", text, rows, tables)
+
+
+_LAST, _REFERENCE = f"sr-{COOLDOWN}-in-split", f"fp32-{COOLDOWN}"
+_IN_SPLIT = "stochastic rounding, cooled down in split,"
+
+
+def _row(claim: str, values: np.ndarray, reference: np.ndarray) -> Row:
+    found = paired(values, reference)
+    measured = f"{found.mean:+.4f} ± {found.half:.4f}; visible: {found.visible:.4f}"
+    return Row(claim, measured, verdict(found, LIMIT))
+
+
+EXPERIMENT = Experiment("steps", (Settings(), FULL), cases, needs, run, compare, section)

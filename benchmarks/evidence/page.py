@@ -1,0 +1,94 @@
+"""The page `docs/performance/evidence.md`, made from the records alone.
+
+python -m benchmarks.evidence.page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.evidence.harness import RESULTS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
+_HEAD = """\
+# Evidence
+
+What was claimed, by others or here, and what was measured. `python -m benchmarks.evidence NAME` runs an experiment, and
+goes on where it was interrupted; `python -m benchmarks.evidence.page` writes this page from the records in
+[`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and the limits of each verdict are
+fixed in the experiment's file before it runs.
+
+Runs of a seed begin with equal weights and see equal data. A difference is the mean over seeds, with its 95% interval.
+"equal": the interval lies within the limit. "worse" and "better": it lies beyond the limit. "undecided": neither. The
+smallest visible difference is what such a comparison shows in four of five cases.
+"""
+
+
+class Row(NamedTuple):
+    """A claim and what was measured.
+
+    Attributes:
+        claim: in words.
+        ours: the measured figure.
+        verdict: in a word.
+        source: who claims it, and where; empty for claims of this project.
+        published: the published figure.
+    """
+
+    claim: str
+    ours: str
+    verdict: str
+    source: str = ""
+    published: str = ""
+
+
+class Section(NamedTuple):
+    """A part of the page.
+
+    Attributes:
+        title: its heading.
+        text: what was done.
+        rows: the claims.
+        tables: further tables, in Markdown.
+    """
+
+    title: str
+    text: str
+    rows: list[Row]
+    tables: list[str]
+
+
+def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table; all columns but the first are aligned to the right."""
+    heads = list(heads)
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def section(found: Section) -> str:
+    """A part of the page in Markdown."""
+    columns = ("claim", "source", "published", "measured", "verdict")
+    rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in found.rows]
+    kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
+    table = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows])
+    return "\n\n".join([f"## {found.title}", found.text, table, *found.tables])
+
+
+def page() -> str:
+    """The whole page."""
+    from benchmarks.evidence.__main__ import EXPERIMENTS
+
+    parts = [_HEAD.rstrip()]
+    for name, experiment in EXPERIMENTS.items():
+        path = RESULTS / f"{name}-small.json"
+        if path.exists():
+            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            parts.append(section(experiment.section(record)))
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,130 @@
+"""The evidence: seeds that train together share nothing, interrupted runs go on, the page is that of the records."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("scipy")
+
+from benchmarks.evidence import harness, page, steps, text
+from benchmarks.evidence.__main__ import EXPERIMENTS
+from benchmarks.evidence.modes import MODES
+from benchmarks.evidence.replicas import Replicas, Shape
+from benchmarks.evidence.statistics import growth, paired, verdict
+
+SMALL = Shape(width=32, layers=1, length=8)
+SETTINGS = steps.Settings(modes=("fp32", "sr", "split-int8"), steps=12, records=(4, 12), seeds=2, shape=SMALL)
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Runs the experiment in a folder of that name; returns the record without times."""
+    monkeypatch.setattr(harness, "CHECKPOINT_EVERY", 0)
+    experiment = dataclasses.replace(steps.EXPERIMENT, settings=(SETTINGS, SETTINGS))
+
+    def run(folder, *cases):
+        monkeypatch.setattr(harness, "RESULTS", tmp_path / folder / "results")
+        path = harness.run(experiment, False, [*cases] or None, tmp_path / folder)
+        found = json.loads(path.read_text())
+        for case in found["cases"].values():
+            del case["seconds"]
+        return found
+
+    return run
+
+
+def trained(name: str, seeds: list[int], other_data: bool = False) -> list[torch.Tensor]:
+    model = Replicas(seeds, SMALL)
+    optimizer = MODES[name].optimizer(model, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+    sequences = text.Sequences(text.load(None), seeds, 2, SMALL.length)
+    for step in range(3):
+        tokens = sequences.of_step(step).clone()
+        if other_data:
+            tokens[1] = 65
+        with MODES[name].precision():
+            model.losses(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_seeds_that_train_together_share_nothing(name):
+    one, other = trained(name, [3, 4]), trained(name, [3, 4], other_data=True)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
+    assert not all(torch.equal(a[1], b[1]) for a, b in zip(one, other, strict=True))
+
+
+def test_a_seed_has_its_weights_and_data_whatever_the_others_are():
+    alone, together = (Replicas(seeds, SMALL) for seeds in ([4], [3, 4]))
+    for one, both in zip(alone.parameters(), together.parameters(), strict=True):
+        assert torch.equal(one[0], both[1])
+    data = text.load(None)
+    one, both = (text.Sequences(data, seeds, 2, 8) for seeds in ([4], [3, 4]))
+    for step in (0, 999, 1000, 5):
+        assert torch.equal(one.of_step(step)[0], both.of_step(step)[1])
+    assert Shape().parameters() == sum(param.numel() for param in Replicas([0], Shape()).parameters())
+
+
+def test_an_interrupted_run_has_the_record_of_one_that_was_not(record, monkeypatch):
+    whole = record("whole")
+    assert set(whole["cases"]) == set(steps.cases(SETTINGS))
+    save = harness.Workspace.save
+
+    def interrupted(work, case, checkpoint):
+        save(work, case, checkpoint)
+        if checkpoint["step"] in (3, 10):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.Workspace, "save", interrupted)
+        for _ in range(2 * len(SETTINGS.modes)):
+            with pytest.raises(KeyboardInterrupt):
+                record("parts", *SETTINGS.modes)
+    assert record("parts") == whole
+
+
+def test_a_case_that_is_in_the_record_is_not_run_again(record, tmp_path):
+    first = record("a")
+    for path in tmp_path.glob("a/steps-small/*"):
+        path.unlink()
+    again = record("a")
+    assert again == {**first, "cases": again["cases"]} and again["cases"].keys() == first["cases"].keys()
+
+
+def test_a_mean_its_interval_and_its_scatter():
+    """The example has the differences 1, 2, 3: mean 2, deviation 1, t(0.975; 2) = 4.3027, χ²(2) = 0.0506 and 7.3778."""
+    found = paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert (found.mean, found.deviation) == (2.0, 1.0)
+    assert found.half == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    assert (found.low, found.high) == pytest.approx(((2 / 7.3778) ** 0.5, (2 / 0.0506) ** 0.5), rel=1e-3)
+    assert found.visible > found.half
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.001, -0.001, 0.0], "equal"),
+        ([0.5, 0.51, 0.49], "worse"),
+        ([-0.5, -0.51, -0.49], "better"),
+        ([0.1, -0.1, 0.0], "undecided"),
+    ],
+)
+def test_verdicts(values, expected):
+    assert verdict(paired(values, [0.0] * 3), 0.01) == expected
+
+
+def test_growth_is_the_slope_for_each_tenfold():
+    at = [10, 100, 1000]
+    lines = np.array([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0], [7.0, 9.0, 11.0]])
+    found = growth(at, lines)
+    assert (found.mean, found.half) == pytest.approx((2.0, 0.0), abs=1e-12)
+
+
+def test_the_page_is_that_of_the_records():
+    if not any((harness.RESULTS / f"{name}-small.json").exists() for name in EXPERIMENTS):
+        pytest.skip("nothing is recorded yet")
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python -m benchmarks.evidence.page"
