@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence import __doc__, harness, steps
+from benchmarks.evidence import __doc__, halting, harness, learning_rates, steps
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (steps.EXPERIMENT,)}
+EXPERIMENTS = {
+    experiment.name: experiment for experiment in (halting.EXPERIMENT, steps.EXPERIMENT, learning_rates.EXPERIMENT)
+}
 
 
 def main() -> None:

@@ -61,10 +61,10 @@ class Section(NamedTuple):
     tables: list[str]
 
 
-def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table; all columns but the first are aligned to the right."""
+def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers: bool = True) -> str:
+    """A table; all columns but the first are aligned to the right, if they are `numbers`."""
     heads = list(heads)
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *map(list, rows)]
+    lines = [heads, ["---", *["---:" if numbers else "---"] * (len(heads) - 1)], *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -73,7 +73,7 @@ def section(found: Section) -> str:
     columns = ("claim", "source", "published", "measured", "verdict")
     rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in found.rows]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
-    table = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows])
+    table = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
     return "\n\n".join([f"## {found.title}", found.text, table, *found.tables])
 
 

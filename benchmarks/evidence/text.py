@@ -39,6 +39,13 @@ def load(folder: Path | None) -> Bytes:
     return Bytes(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts), checksum)
 
 
+def entropy(text: Bytes) -> float:
+    """Cross entropy of the validation bytes by the frequencies of single bytes in training; nats per byte."""
+    counts, seen = (torch.bincount(part.long(), minlength=256).double() for part in (text.train, text.validation))
+    frequencies = (counts + 1) / (counts + 1).sum()
+    return float(-(seen / seen.sum() * frequencies.log()).sum())
+
+
 def _cut(text: Tensor, starts: Tensor, length: int) -> Tensor:
     return text[starts.unsqueeze(-1) + torch.arange(length + 1)].long()
 
