@@ -122,7 +122,7 @@ class GradientCollector(ABC):
                 running.versions[id(param)] = None
                 return
             running.versions[id(param)] = gradient_version(param.grad)
-            for final in self._kept_apart(param):
+            for final in self._ready_to_take(param):
                 key = bucket_key(final)
                 self._take_waiting(key, running.waiting[key].add(final))
             if self.accumulates and running.current_pass is None:  # no backward pass will end
@@ -153,21 +153,21 @@ class GradientCollector(ABC):
                 if is_mine:
                     param.grad = mean
                     self._running.versions[id(param)] = gradient_version(mean)
-                    for final in self._kept_apart(param):
+                    for final in self._ready_to_take(param):
                         bucket.add(final)
             self._take_waiting("means", len(bucket.params) - (0 if self.accumulates else 1))
         return mine
 
     # The gradient that waits, if gradients are accumulated.
 
-    def _kept_apart(self, param: Tensor) -> list[Tensor]:
-        """The parameters whose gradients may be taken now that that of `param` is final: all but the marker's."""
+    def _ready_to_take(self, param: Tensor) -> list[Tensor]:
+        """The parameters whose gradients may be taken now that the one of `param` is final: all but the one kept."""
         running = self._running
-        former = running.marker
-        smallest = former is None or (param.numel() <= former.numel() and not running.marker_is_fixed)
+        former = running.kept
+        smallest = former is None or (param.numel() <= former.numel() and not running.kept_is_fixed)
         if not self.accumulates or (param is not former and not (smallest and param.numel())):
             return [param]
-        running.marker = param
+        running.kept = param
         grad = param.grad
         if grad is not None and local_shard(grad)._is_view():  # of a bucket, which others write to, and which is large
             param.grad = grad.clone()
@@ -184,8 +184,8 @@ class GradientCollector(ABC):
         if running.current_pass == (current := backward_pass()):
             return
         running.current_pass = current
-        running.marker_is_fixed = running.marker is not None
-        self.check_marker(is_final)
+        running.kept_is_fixed = running.kept is not None
+        self.check_kept(is_final)
         self._take_all_waiting()  # of a pass that was interrupted
         taken = running.taken - self._averaged_later
         for param in self._params() if taken else ():
@@ -198,21 +198,21 @@ class GradientCollector(ABC):
         for key, bucket in self._running.waiting.items():
             self._take_waiting(key, len(bucket.params))
 
-    def check_marker(self, is_final: Tensor | None = None) -> None:
+    def check_kept(self, is_final: Tensor | None = None) -> None:
         """Raise RuntimeError if the gradient that waits was written to, or set to None, since autograd computed it.
 
         Args:
             is_final: the parameter to whose gradient autograd has just added.
         """
-        marker = self._running.marker
-        if marker is None or marker is is_final:
+        kept = self._running.kept
+        if kept is None or kept is is_final:
             return
-        if marker.grad is None:
+        if kept.grad is None:
             raise RuntimeError(
-                f"the gradient of {self._name(marker)} was set to None, as by model.zero_grad(), but {self.argument} "
+                f"the gradient of {self._name(kept)} was set to None, as by model.zero_grad(), but {self.argument} "
                 "has taken other gradients before; to forget gradients, call optimizer.zero_grad()"
             )
-        self._check_version(marker)
+        self._check_version(kept)
 
     def forget_waiting(self) -> None:
         """Forget gradients that have not been taken yet; called by `zero_grad`."""
@@ -245,7 +245,7 @@ class GradientCollector(ABC):
                 param.grad = None  # DDP's view of its bucket
             elif id(param) in running.taken:
                 raise RuntimeError(self._second_gradient(param))
-            elif param is not running.marker:
+            elif param is not running.kept:
                 running.waiting[bucket_key(param)].add(param)
         self._take_all_waiting()
 
@@ -316,8 +316,8 @@ class _RunningStep:
         versions: identity of each parameter whose gradient is final → the version of that gradient.
         waiting: parameters whose gradients wait, by `bucket_key`, or "means" for those that DDP has averaged.
         taken: identities of the parameters whose gradients have been taken.
-        marker: if gradients are accumulated, the parameter whose gradient waits for `step()`.
-        marker_is_fixed: whether no smaller one may take its place, because it has gradients of several passes.
+        kept: if gradients are accumulated, the parameter whose gradient waits for `step()`.
+        kept_is_fixed: whether no smaller one may take its place, because it has gradients of several passes.
         current_pass: identifies the last backward pass, if gradients are accumulated.
     """
 
@@ -325,8 +325,8 @@ class _RunningStep:
         self.versions: dict[int, Any] = {}
         self.waiting: dict[Any, GradientBucket] = defaultdict(GradientBucket)
         self.taken: set[int] = set()
-        self.marker: Tensor | None = None
-        self.marker_is_fixed = False
+        self.kept: Tensor | None = None
+        self.kept_is_fixed = False
         self.current_pass: int | None = None
 
 

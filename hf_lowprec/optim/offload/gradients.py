@@ -37,17 +37,17 @@ class OffloadedGradients(GradientCollector):
     def __init__(self, optimizer: Any) -> None:
         self.sums: dict[Tensor, Tensor] = {}
         self._memory: dict[Tensor, Tensor] = {}  # of the sums, kept from step to step
-        self._copied: Any = None  # the version of the marker's gradient that is on the host
+        self._copied: Any = None  # the version of the kept gradient that is on the host
         super().__init__(optimizer)
 
     def collect(self) -> None:
         """Move all gradients that are left to the host, and wait until all are there and added up."""
         with self._lock:
             self._take_rest()
-            self.check_marker()
-            marker = self._running.marker
-            if marker is not None and self._copied != (copied := self._running.versions[id(marker)]):
-                self._copy("marker", [marker], begin=True)  # its gradient stays, and is looked at again in `step()`
+            self.check_kept()
+            kept = self._running.kept
+            if kept is not None and self._copied != (copied := self._running.versions[id(kept)]):
+                self._copy("kept", [kept], begin=True)  # its gradient stays, and is looked at again in `step()`
                 self._copied = copied
             self._optimizer.finish_host_steps()
 
@@ -64,16 +64,16 @@ class OffloadedGradients(GradientCollector):
             self._optimizer.finish_host_steps()
             for total in self.sums.values():
                 local_shard(total).zero_()
-            marker = self._running.marker
-            if marker is not None and marker.grad is not None:
-                self._running.versions[id(marker)] = gradient_version(marker.grad)
+            kept = self._running.kept
+            if kept is not None and kept.grad is not None:
+                self._running.versions[id(kept)] = gradient_version(kept.grad)
 
     def end_step(self) -> None:
         """Forget the gradients, which have been stepped or are not wanted, as `zero_grad` says."""
         with self._lock:
             self.sums.clear()
-            if self._running.marker is not None:
-                self._running.marker.grad = None
+            if self._running.kept is not None:
+                self._running.kept.grad = None
             self._begin_step()
             self.watch_parameters()
 
