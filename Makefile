@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-all test-deepspeed test-fast test-oldest test-gpu test-hosts mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu dist test-dist clean
+.PHONY: help .venv drawings demo test test-all test-deepspeed test-fast test-oldest test-gpu test-hosts mutants pytest lint format format-check typecheck docs docs-serve evidence bench bench-gpu report-gpu dist test-dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,10 @@ docs: $(STAMP) ## the documentation site, in site/; every warning is an error
 
 docs-serve: $(STAMP) ## the site on http://127.0.0.1:8000, rebuilt when a file changes
 	@$(BIN)/python -m mkdocs serve $(ARGS)
+
+evidence: $(STAMP) ## what is claimed and what is measured, with ARGS=--full for days on a real machine
+	$(BIN)/python -m benchmarks.evidence $(ARGS)
+	$(BIN)/python -m benchmarks.evidence.page
 
 bench: $(STAMP) ## optimizer step time on this machine
 	$(BIN)/python benchmarks/step_time.py $(ARGS)

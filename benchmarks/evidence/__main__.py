@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -19,14 +22,20 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"experiments ({', '.join(EXPERIMENTS)}); default all")
     parser.add_argument("--full", action="store_true", help="settings for a real machine, for hours or days")
     parser.add_argument("--cases", help="separated by commas; default all")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1; start two processes instead)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as processors")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each (default 1)")
     parser.add_argument("--cache", type=Path, default=harness.CACHE, help=f"default {harness.CACHE}")
     parser.add_argument("--data-dir", type=Path, help="a folder of text files; default: the standard library")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    words = [word for word in sys.argv[1:] if not word.startswith("--processes")]
+    command = [sys.executable, "-m", "benchmarks.evidence", "--processes=1", *words]
+    others = [subprocess.Popen(command) for _ in range(options.processes - 1)]
     cases = options.cases.split(",") if options.cases else None
     for name in options.names or EXPERIMENTS:
         print(harness.run(EXPERIMENTS[name], options.full, cases, options.cache, options.data_dir))
+    for other in others:
+        other.wait()
 
 
 if __name__ == "__main__":
