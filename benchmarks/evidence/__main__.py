@@ -28,8 +28,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="a folder of text files; default: the standard library")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    words = [word for word in sys.argv[1:] if not word.startswith("--processes")]
-    command = [sys.executable, "-m", "benchmarks.evidence", "--processes=1", *words]
+    command = [sys.executable, "-m", "benchmarks.evidence", *sys.argv[1:], "--processes=1"]  # the last one counts
     others = [subprocess.Popen(command) for _ in range(options.processes - 1)]
     cases = options.cases.split(",") if options.cases else None
     for name in options.names or EXPERIMENTS:
