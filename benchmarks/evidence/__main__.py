@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence import __doc__, halting, harness, learning_rates, steps
+from benchmarks.evidence import __doc__, halting, harness, learning_rates, shared_bits, steps
 
 EXPERIMENTS = {
     experiment.name: experiment for experiment in (halting.EXPERIMENT, steps.EXPERIMENT, learning_rates.EXPERIMENT)
