@@ -12,9 +12,7 @@ import torch
 
 from benchmarks.evidence import __doc__, halting, harness, learning_rates, shared_bits, steps
 
-EXPERIMENTS = {
-    experiment.name: experiment for experiment in (halting.EXPERIMENT, steps.EXPERIMENT, learning_rates.EXPERIMENT)
-}
+EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (halting, steps, learning_rates, shared_bits)}
 
 
 def main() -> None:

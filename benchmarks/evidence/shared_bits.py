@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import parameters_to_vector
 
 import hf_lowprec
 from benchmarks.evidence import text
@@ -82,9 +83,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         if step + 1 in settings.records:
-            weights = [
-                torch.cat([param.detach().float().flatten() for param in model.parameters()]) for model in models
-            ]
+            weights = [parameters_to_vector(model.parameters()).detach().float() for model in models[:2]]
             apart = float((weights[0] - weights[1]).norm() / weights[0].norm())
             with torch.no_grad():
                 loss = float(models[0].losses(streams[0].validation()))
@@ -95,6 +94,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 
 def section(record: dict[str, Any]) -> Section:
     """The distance of two replicas over steps, and what it costs."""
+    settings = record["settings"]
     apart: dict[str, np.ndarray] = {}
     losses: dict[str, np.ndarray] = {}
     for bits in (SHARED, OWN):
@@ -125,9 +125,8 @@ def section(record: dict[str, Any]) -> Section:
         ),
     ]
     words = (
-        f"{record['settings']['replicas']} replicas of {Shape(**record['settings']['shape']).parameters():,} parameters, "
-        f"{record['settings']['seeds']} seeds, AdamW at a constant {record['settings']['lr']}. The limit of the loss is "
-        f"{LIMIT} nats per byte."
+        f"{settings['replicas']} replicas of {Shape(**settings['shape']).parameters():,} parameters, "
+        f"{settings['seeds']} seeds, AdamW at a constant {settings['lr']}. The limit of the loss is {LIMIT} nats per byte."
     )
     table = markdown_table(
         ["", *(f"{step:,}" for step in steps)],
