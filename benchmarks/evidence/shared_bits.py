@@ -126,7 +126,7 @@ def section(record: dict[str, Any]) -> Section:
     ]
     words = (
         f"{settings['replicas']} replicas of {Shape(**settings['shape']).parameters():,} parameters, "
-        f"{settings['seeds']} seeds, AdamW at a constant {settings['lr']}. The limit of the loss is {LIMIT} nats per byte."
+        f"{settings['seeds']} seeds, AdamW at a constant {settings['lr']}. The limit of the loss is {LIMIT} nats."
     )
     table = markdown_table(
         ["", *(f"{step:,}" for step in steps)],
