@@ -19,6 +19,7 @@ from benchmarks.evidence.modes import MODES, Mode
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.replicas import BYTES, Replicas, Shape
 from benchmarks.evidence.statistics import growth, paired, verdict
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 
 PERTURBED = "fp32-perturbed"
 """FP32 from first weights that each differ by a thousandth: how far two runs part without any rounding to 16 bits."""
@@ -151,12 +152,7 @@ def looked_at(model: Replicas, optimizer: torch.optim.Optimizer, classes: dict[s
     weights = [param.float().flatten(1) for param in model.parameters()]
     norms = torch.cat(weights, dim=1).norm(dim=1)
     rows = model.table.float().norm(dim=2)
-    state = dict(optimizer.state[model.table])
-    if "exp_avg_sq" not in state:
-        from hf_lowprec.optim.state.states_in_8_bits import decoded_states
-
-        state = decoded_states(state)
-    moments = state["exp_avg_sq"].float().sqrt().mean(dim=2)
+    moments = decoded_states(optimizer.state[model.table])["exp_avg_sq"].float().sqrt().mean(dim=2)
     return {
         "norm": norms.tolist(),
         "embedding_norms": {name: rows[:, mask].mean(1).tolist() for name, mask in classes.items() if mask.any()},
@@ -181,7 +177,45 @@ def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, An
                 weights, exact = map(np.load, paths)
                 distance = np.linalg.norm(weights - exact, axis=1) / np.linalg.norm(exact, axis=1)
                 distances.setdefault(case, {})[str(step)] = distance.tolist()
-    return {"distance": distances}
+    variances = {case: rounding_variance(case, settings, work) for case in ("sr", "sr-int8") if case in results}
+    return {"distance": distances, "rounding": {case: found for case, found in variances.items() if found}}
+
+
+def rounding_variance(case: str, settings: Settings, work: Workspace) -> dict[str, list[float]] | None:
+    """What one stochastic rounding adds to the weights at the end of the constant rate, for each seed.
+
+    An update u of a weight whose neighbours are s apart is rounded with a variance of |u|(s − |u|), for |u| < s.
+
+    Returns:
+        `per_step`: the root of the variance of all weights, of their norm. `random_walk`: the same after all steps, if
+        nothing pulled weights back. `spacings`: the median of s/|u|. None if the checkpoint is gone.
+    """
+    saved = work.load(case)
+    if saved is None:
+        return None
+    model = Replicas(list(range(settings.seeds)), settings.shape)
+    optimizer = mode_of(case).optimizer(model, lr=settings.lr, betas=(0.9, settings.beta2))
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    variances, squares, ratios = [], [], []
+    for param in model.parameters():
+        if param.dtype != torch.bfloat16:
+            continue
+        state = decoded_states(optimizer.state[param])
+        weight = param.detach().float()
+        first, second = state["exp_avg"].float(), state["exp_avg_sq"].float()
+        update = settings.lr * (first / (second.sqrt() + 1e-8) + settings.weight_decay * weight).abs()
+        spacing = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 8)
+        rest = torch.remainder(update, spacing)
+        variances.append((rest * (spacing - rest)).flatten(1).sum(1))
+        squares.append(weight.square().flatten(1).sum(1))
+        ratios.append((spacing / update.clamp_min(1e-12)).flatten(1).median(1).values)
+    per_step = (sum(variances) / sum(squares)).sqrt()
+    return {
+        "per_step": per_step.tolist(),
+        "random_walk": (per_step * settings.steps**0.5).tolist(),
+        "spacings": torch.stack(ratios).median(0).values.tolist(),
+    }
 
 
 LIMIT = 0.01
