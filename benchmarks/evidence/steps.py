@@ -125,6 +125,18 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     return {"points": points, "text": data.checksum}
 
 
+def variance_of_rounding(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    """The variance with which `weight + update` is rounded stochastically to BF16, and the spacing around `weight`.
+
+    Args:
+        weight: FP32 tensor of numbers that BF16 represents.
+        update: FP32 tensor, none of its elements negative, and so small that the spacing stays the same.
+    """
+    spacing = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 8)
+    rest = torch.remainder(update, spacing)
+    return rest * (spacing - rest), spacing
+
+
 def mode_of(name: str) -> Mode:
     """The mode of a case."""
     return MODES["fp32" if name == PERTURBED else name]
@@ -205,9 +217,8 @@ def rounding_variance(case: str, settings: Settings, work: Workspace) -> dict[st
         weight = param.detach().float()
         first, second = state["exp_avg"].float(), state["exp_avg_sq"].float()
         update = settings.lr * (first / (second.sqrt() + 1e-8) + settings.weight_decay * weight).abs()
-        spacing = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 8)
-        rest = torch.remainder(update, spacing)
-        variances.append((rest * (spacing - rest)).flatten(1).sum(1))
+        variance, spacing = variance_of_rounding(weight, update)
+        variances.append(variance.flatten(1).sum(1))
         squares.append(weight.square().flatten(1).sum(1))
         ratios.append((spacing / update.clamp_min(1e-12)).flatten(1).median(1).values)
     per_step = (sum(variances) / sum(squares)).sqrt()
@@ -268,10 +279,22 @@ def section(record: dict[str, Any]) -> Section:
         for case, found in record["compared"].get("distance", {}).items()
         if case in _CLAIMS and all(str(step) in found for step in steps)
     ]
+    walks = [
+        [
+            _CLAIMS[case],
+            f"{np.mean(found['spacings']):.1f}",
+            f"{np.mean(found['per_step']):.3%}",
+            f"{np.mean(found['random_walk']):.1%}",
+        ]
+        for case, found in record["compared"].get("rounding", {}).items()
+    ]
+    of_walks = ["", "spacing, in updates", "of one step", "of all steps"]
     tables = [
         f"Mean difference of the loss after so many steps:\n\n{markdown_table(['', *heads], at_steps)}",
         f"Its standard deviation over seeds:\n\n{markdown_table(['', *heads], scatter)}",
         f"Distance of the weights from FP32's, of their norm:\n\n{markdown_table(['', *heads], distances)}",
+        "What stochastic rounding adds to the weights, of their norm, by the states after the last step: an update u "
+        f"between numbers s apart adds a variance of u(s − u).\n\n{markdown_table(of_walks, walks)}",
     ]
     return Section("Steps", text, rows, tables)
 
