@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
-from hf_lowprec.optim.sharding import global_indices, local_shard, shard_length
+from hf_lowprec.optim.sharding import global_places, local_shard, shard_length
 from hf_lowprec.optim.state.state_tensors import has_whole_blocks
 from hf_lowprec.optim.state.states_in_8_bits import scale_shape
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.block_bits import bits_of_words
+from hf_lowprec.rounding.block_bits import elements_of_words
 from hf_lowprec.rounding.block_floats import BLOCK
 
 _CHUNK = 1 << 24
@@ -42,16 +42,14 @@ class ChangedBits:
 
     @torch.no_grad()
     def take(self, param: Tensor) -> Tensor | None:
-        """The flat indices in the full tensor of this rank's weights that have changed, and clear their bits."""
+        """The places of the changed weights in this rank's flattened part of `param`, ascending; clears their bits."""
         words = self._words.get(param)
         if words is None:
             return None
-        found = [
-            indices[bits_of_words(part).to(indices.device)].long()
-            for indices, part in zip(global_indices(param, _CHUNK), words.view(-1).split(_CHUNK // BLOCK), strict=True)
-        ]
+        parts = enumerate(words.view(-1).split(_CHUNK // BLOCK))
+        found = torch.cat([elements_of_words(part) + number * _CHUNK for number, part in parts])
         words.zero_()
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=words.device)
+        return found
 
 
 def changed_weights(optimizer: Algorithm) -> dict[Tensor, Tensor | None]:
@@ -68,8 +66,14 @@ def changed_weights(optimizer: Algorithm) -> dict[Tensor, Tensor | None]:
     Raises:
         ValueError: the optimizer does not track changes.
     """
-    bits = optimizer.changed
+    taken = take_changes(optimizer)
+    return {p: None if places is None else global_places(p, places) for p, places in taken.items()}
+
+
+def take_changes(optimizer: Algorithm) -> dict[Tensor, Tensor | None]:
+    """As `changed_weights`, but places in this rank's part of each parameter."""
+    bits: ChangedBits | None = optimizer.changed
     if bits is None:
-        raise ValueError("changed_weights() needs an optimizer that was built with track_changes=True")
+        raise ValueError("changed weights are not known: build the optimizer with track_changes=True")
     params = (param for group in optimizer.param_groups for param in group["params"])
     return {param: bits.take(param) for param in params if param.requires_grad}

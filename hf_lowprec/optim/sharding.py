@@ -289,6 +289,16 @@ def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
         yield positions + (shifts if len(runs) == 1 else shifts[torch.searchsorted(ends, positions, right=True)])
 
 
+def global_places(tensor: Tensor, places: Tensor) -> Tensor:
+    """The indices in the full tensor of the elements at `places`, int64, of this rank's flattened part of `tensor`."""
+    runs = list(contiguous_runs(tensor))
+    shifts = torch.tensor([run.global_start - run.local_start for run in runs], device=places.device)
+    if len(runs) < 2:
+        return places + shifts.sum()
+    ends = torch.tensor([run.local_start + run.length for run in runs], device=places.device)
+    return places + shifts[torch.searchsorted(ends, places, right=True)]
+
+
 def _is_shard(placement: Any) -> bool:
     # Strided sharding (tensor parallel before data parallel) is not a `Shard` in every version of torch.
     return placement.is_shard() or hasattr(placement, "split_factor")

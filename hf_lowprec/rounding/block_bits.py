@@ -25,7 +25,8 @@ def block_bits(flags: Tensor) -> Tensor:
     return words.expand(-1, BLOCK).reshape(flags.shape)
 
 
-def bits_of_words(words: Tensor) -> Tensor:
-    """The flags of all elements, bool, of the words of blocks; the last dimension is 32 times as long."""
-    places = torch.arange(BLOCK, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> places) & 1).bool().flatten(-2)
+def elements_of_words(words: Tensor) -> Tensor:
+    """The places of the elements whose bits are set in contiguous `words`, ascending; int64 of shape (elements)."""
+    masks = torch.tensor([1 << k for k in range(8)], dtype=torch.uint8, device=words.device)
+    # In bytes, the least of a word first: a fourth of the memory that integers would take.
+    return (words.view(-1).view(torch.uint8).unsqueeze(1) & masks).flatten().nonzero().flatten()

@@ -27,7 +27,7 @@ def whole_weights(model) -> dict[str, torch.Tensor]:
 def main(kinds: str, folder: str) -> None:
     allow_fsdp_on_cpu()
     for kind in kinds.split(","):
-        accelerator, model, optimizer = build(kind, "full", "split", track_changes=True)
+        accelerator, model, optimizer = build(kind, "full", "split-int8", track_changes=True)  # rows of whole blocks
         for group in optimizer.param_groups:
             group["lr"] = 1e-6
         copies = whole_weights(model)
@@ -40,7 +40,8 @@ def main(kinds: str, folder: str) -> None:
             if patch is not None:
                 hf_lowprec.apply_weight_patch(path, copies, base=step)
                 assert all(torch.equal(copies[name], weight) for name, weight in now.items())
-                assert patch.nbytes < 0.7 * sum(weight.nbytes for weight in now.values())
+                whole = sum(weight.nbytes for weight in now.values())
+                assert patch.nbytes < 0.7 * whole, (patch, whole)
         if dist.get_rank() == 0:
             print(f"{kind}: 3 patches agree")
     leave()

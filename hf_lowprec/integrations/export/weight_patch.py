@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_lowprec.integrations.carry_low_bits import named_parameters
-from hf_lowprec.optim.changed_weights import changed_weights
+from hf_lowprec.optim.changed_weights import take_changes
 from hf_lowprec.optim.private_torch_apis import without_grad
-from hf_lowprec.optim.sharding import global_indices, is_sharded, local_shard, sharding_of, sum_over_shards
+from hf_lowprec.optim.sharding import global_places, is_sharded, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 FORMAT = "hf_lowprec.patch.1"
@@ -68,7 +68,7 @@ def save_weight_patch(
     Raises:
         ValueError: the optimizer does not track changes, or a tensor has 2³¹ elements or more.
     """
-    changes = changed_weights(unwrap_optimizer(optimizer))
+    changes = take_changes(unwrap_optimizer(optimizer))
     writes = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
@@ -79,15 +79,15 @@ def save_weight_patch(
         count = param.numel()
         if count >= 1 << 31:
             raise ValueError(f"{name} has {count:,} elements, too many for indices of 32 bits")
-        indices = changes[param]
-        known = count if indices is None else _sum_over_ranks(param, len(indices))
-        if indices is None or known * (_INDEX_BYTES + param.itemsize) > count * param.itemsize:
+        places = changes[param]
+        known = count if places is None else _sum_over_ranks(param, len(places))
+        if places is None or known * (_INDEX_BYTES + param.itemsize) > count * param.itemsize:
             whole = param.full_tensor() if is_sharded(param) else param  # type: ignore[attr-defined]
             if writes:
                 tensors[name] = whole.detach().cpu().contiguous()
             changed += known
         elif known:
-            indices, values = _gathered(param, indices)
+            indices, values = _gathered(param, places)
             if writes:
                 tensors[name + _INDICES], tensors[name + _VALUES] = indices, values
                 shapes[name] = list(param.shape)
@@ -108,28 +108,27 @@ def _sum_over_ranks(param: Tensor, count: int) -> int:
     return int(sum_over_shards(torch.tensor(count, device=local_shard(param).device), sharding))
 
 
-def _gathered(param: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of the changed weights of all ranks, on the CPU of rank 0; others get their own."""
-    own = global_indices(param, max(local_shard(param).numel(), 1))
+def _gathered(param: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of the changed weights of all ranks, on the CPU of rank 0; others get their own.
+
+    Args:
+        param: the parameter.
+        places: of this rank's, see `take_changes`.
+    """
     flat = local_shard(param.detach()).reshape(-1)
-    if is_sharded(param):
-        places = torch.cat([each.long() for each in own]) if flat.numel() else indices
-        where = torch.searchsorted(places, indices.to(places.device))
-    else:
-        where = indices.to(flat.device)
-    parts: list[Any] = [None] * dist.get_world_size() if is_sharded(param) else [None]
-    part = indices.cpu().int(), flat[where].cpu()
+    part = global_places(param, places).cpu().int(), flat[places.to(flat.device)].cpu()
     if not is_sharded(param):
         return part
+    parts: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(part, parts if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:
         return part
     # Replicas of a shard send the same: each index once.
-    places, order = torch.cat([each for each, _ in parts]).sort(stable=True)
+    indices, order = torch.cat([each for each, _ in parts]).sort(stable=True)
     values = torch.cat([each for _, each in parts])[order]
-    first = torch.ones_like(places, dtype=torch.bool)
-    first[1:] = places[1:] != places[:-1]
-    return places[first], values[first]
+    first = torch.ones_like(indices, dtype=torch.bool)
+    first[1:] = indices[1:] != indices[:-1]
+    return indices[first], values[first]
 
 
 @without_grad
