@@ -125,11 +125,11 @@ def test_it_goes_with_gradients_and_states_that_are_elsewhere(monkeypatch, optio
         assert_changes(params, before, changed_weights(optimizer))
 
 
-@pytest.mark.parametrize(("dim", "is_known"), [(0, True), (1, False)])
-def test_indices_of_shards_are_those_of_the_full_tensor(two_fake_ranks, dim, is_known):
-    """Rank 0 of two has the first rows; or the first 48 of 96 columns, which cut a block."""
+@pytest.mark.parametrize(("dim", "width", "is_known"), [(0, 96, True), (1, 128, True), (1, 96, False)])
+def test_indices_of_shards_are_those_of_the_full_tensor(two_fake_ranks, dim, width, is_known):
+    """Rank 0 of two has the first rows; or the first columns, 64 of 128, or 48 of 96, which cut a block."""
     mesh, generator = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
-    full, grad = (torch.randn(6, 96, generator=generator).to(BF16) for _ in range(2))
+    full, grad = (torch.randn(6, width, generator=generator).to(BF16) for _ in range(2))
     found = []
     for place in (torch.clone, lambda tensor: shard(tensor, mesh, [Shard(dim)])):
         param = nn.Parameter(place(full))
@@ -139,7 +139,8 @@ def test_indices_of_shards_are_those_of_the_full_tensor(two_fake_ranks, dim, is_
         found.append(changed_weights(optimizer)[param])
     whole, part = found
     if is_known:
-        assert torch.equal(part, whole[whole < 3 * 96]) and len(part)
+        held = whole < 3 * width if dim == 0 else whole % width < width // 2
+        assert torch.equal(part, whole[held]) and len(part)
     else:
         assert part is None
 
