@@ -8,6 +8,7 @@ import functools
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -182,6 +183,15 @@ def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate):
     assert len(done) == 3  # as many as there are slots
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler, also in a process that was started in the background, where shells ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("offload_gradients", [False, True])
 @pytest.mark.parametrize("number", range(12))
 def test_a_signal_at_any_copy_leaves_a_whole_step(simulate, number, offload_gradients):
