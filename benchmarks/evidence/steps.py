@@ -206,7 +206,8 @@ def rounding_variance(case: str, settings: Settings, work: Workspace) -> dict[st
     if saved is None:
         return None
     model = Replicas(list(range(settings.seeds)), settings.shape)
-    optimizer = mode_of(case).optimizer(model, lr=settings.lr, betas=(0.9, settings.beta2))
+    betas = (0.9, settings.beta2)
+    optimizer = mode_of(case).optimizer(model, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     variances, squares, ratios = [], [], []
