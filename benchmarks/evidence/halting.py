@@ -26,7 +26,7 @@ EPSILON = 2.0**-8
 
 @dataclass(frozen=True)
 class Settings:
-    """What is solved.
+    """The least-squares problems and how long SGD runs on them.
 
     Attributes:
         problems: how many, with samples and solutions of their own.
@@ -79,7 +79,7 @@ def bound(rate: float) -> float:
 
 
 def section(record: dict[str, Any]) -> Section:
-    """Whether the bound holds, and which modes it does not hold back."""
+    """Compare the final distances of each mode with the bound."""
     rates, count = record["settings"]["rates"], record["settings"]["problems"]
     found = {case: np.array(result["distances"]) for case, result in record["cases"].items()}
     rows, table = [], []

@@ -69,7 +69,7 @@ class Workspace:
         return self.folder / f"{case}.{ending}"
 
     def is_due(self) -> bool:
-        """Whether a checkpoint is to be saved now."""
+        """Return whether it is time to save a checkpoint."""
         return time.monotonic() - self._saved >= CHECKPOINT_EVERY
 
     def save(self, case: str, checkpoint: Any) -> None:
@@ -90,7 +90,7 @@ class Workspace:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else self.recorded.get(case)
 
     def is_running(self, case: str) -> bool:
-        """Whether another living process has claimed the case."""
+        """Return whether another process is running the case."""
         try:
             process = int(self.path(case, "lock").read_text(encoding="utf-8"))
             os.kill(process, 0)
@@ -99,7 +99,7 @@ class Workspace:
         return process != os.getpid()
 
     def claim(self, case: str) -> bool:
-        """Whether this process may run the case, since no living process does."""
+        """Claim the case for this process; False if another process is running it."""
         if self.is_running(case):
             return False
         self.path(case, "lock").write_text(str(os.getpid()), encoding="utf-8")
@@ -107,7 +107,7 @@ class Workspace:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on besides the settings."""
+    """The processor, the number of threads, and the versions of Python and packages."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

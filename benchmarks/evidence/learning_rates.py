@@ -26,7 +26,7 @@ STALLED = 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained.
+    """Settings of the training runs.
 
     Attributes:
         seeds: how many.

@@ -27,7 +27,7 @@ LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained.
+    """Settings of the training runs.
 
     Attributes:
         seeds: how many runs of each kind.

@@ -29,7 +29,7 @@ COOLDOWN = "cooldown"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained.
+    """Settings of the training runs.
 
     Attributes:
         modes: names in `MODES`, and `PERTURBED`.

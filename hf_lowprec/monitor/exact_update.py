@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.step_precision import unbiased_variance
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.sharding import contiguous_runs
+from hf_lowprec.optim.sharding import global_places
 from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup, load, place_of_factor
@@ -221,9 +221,5 @@ def _global_index(fused_group: FusedGroup, samples: ParameterSamples) -> tuple[T
     """The low and the high words of the sampled elements' indices in the full parameters, int32."""
     index = samples.positions.to("cpu", copy=True)
     for row, entry in enumerate(fused_group.entries):
-        runs = list(contiguous_runs(entry.param))
-        if len(runs) > 1 or any(run.global_start for run in runs):
-            ends = torch.tensor([run.local_start + run.length for run in runs], device="cpu")
-            shifts = torch.tensor([run.global_start - run.local_start for run in runs], device="cpu")
-            index[row] += shifts[torch.searchsorted(ends, index[row], right=True).clamp(max=len(runs) - 1)]
+        index[row] = global_places(entry.param, index[row])
     return index.to(fused_group.device, torch.int32), (index >> 32).to(fused_group.device, torch.int32)

@@ -155,10 +155,12 @@ class LowPrecisionOptimizer(Algorithm):
         max_grad_norm = value_of("max_grad_norm", max_grad_norm)
         offload_states = value_of("offload_states", offload_states)
         offload_gradients = value_of("offload_gradients", offload_gradients)
+        track_changes = value_of("track_changes", track_changes)
         selection.check_backend(backend)
         arguments.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
         arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
         arguments.check_offload(offload_states, offload_gradients, backend, capturable, gradient_release)
+        arguments.check_boolean("track_changes", track_changes)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation holds the dither that it started with; `fp32_state_dict` subtracts it."""
@@ -172,8 +174,6 @@ class LowPrecisionOptimizer(Algorithm):
         self.clip = clip
         self.offload_states = bool(offload_states)
         self.offload_gradients = bool(offload_gradients)
-        track_changes = value_of("track_changes", track_changes)
-        arguments.check_boolean("track_changes", track_changes)
         self.track_changes = bool(track_changes)
         self.changed = ChangedBits() if self.track_changes else None
         self.grad_norm: Tensor | None = None

@@ -290,13 +290,16 @@ def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
 
 
 def global_places(tensor: Tensor, places: Tensor) -> Tensor:
-    """The indices in the full tensor of the elements at `places`, int64, of this rank's flattened part of `tensor`."""
+    """The indices in the full tensor of the elements at `places`, int64, of this rank's flattened part of `tensor`.
+
+    Places behind its end, as padding has, get indices without meaning.
+    """
     runs = list(contiguous_runs(tensor))
     shifts = torch.tensor([run.global_start - run.local_start for run in runs], device=places.device)
     if len(runs) < 2:
         return places + shifts.sum()
     ends = torch.tensor([run.local_start + run.length for run in runs], device=places.device)
-    return places + shifts[torch.searchsorted(ends, places, right=True)]
+    return places + shifts[torch.searchsorted(ends, places, right=True).clamp(max=len(runs) - 1)]
 
 
 def _is_shard(placement: Any) -> bool:
