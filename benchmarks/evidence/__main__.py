@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence import __doc__, halting, harness, learning_rates, shared_bits, steps
+from benchmarks.evidence import __doc__, halting, harness, learning_rates, page, shared_bits, steps
 
 EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (halting, steps, learning_rates, shared_bits)}
 
@@ -18,19 +18,25 @@ EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (halting,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"experiments ({', '.join(EXPERIMENTS)}); default all")
-    parser.add_argument("--full", action="store_true", help="settings for a real machine, for hours or days")
+    size = parser.add_mutually_exclusive_group()
+    for each, help in zip(harness.SIZES[1:], ("what fits into a night", "for days on a real machine"), strict=True):
+        size.add_argument(f"--{each}", dest="size", action="store_const", const=each, help=f"settings: {help}")
+    parser.set_defaults(size="hour")
     parser.add_argument("--cases", help="separated by commas; default all")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as processors")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each (default 1)")
-    parser.add_argument("--cache", type=Path, default=harness.CACHE, help=f"default {harness.CACHE}")
+    parser.add_argument(
+        "--output", type=Path, help="a folder of records and checkpoints, to run again what is in the repository's"
+    )
     parser.add_argument("--data-dir", type=Path, help="a folder of text files; default: the standard library")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     command = [sys.executable, "-m", "benchmarks.evidence", *sys.argv[1:], "--processes=1"]  # the last one counts
-    others = [subprocess.Popen(command) for _ in range(options.processes - 1)]
+    others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(options.processes - 1)]
     cases = options.cases.split(",") if options.cases else None
     for name in options.names or EXPERIMENTS:
-        print(harness.run(EXPERIMENTS[name], options.full, cases, options.cache, options.data_dir))
+        record = harness.run(EXPERIMENTS[name], options.size, cases, options.output, options.data_dir)
+        print(page.section(EXPERIMENTS[name].section(record), record), flush=True)
     for other in others:
         other.wait()
 

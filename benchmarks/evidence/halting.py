@@ -105,4 +105,4 @@ def section(record: dict[str, Any]) -> Section:
     return Section("Where SGD stops", text, rows, [f"Median distance after the last step:\n\n{medians}"])
 
 
-EXPERIMENT = Experiment("halting", (Settings(), Settings()), cases, lambda case: [], run, lambda *_: {}, section)
+EXPERIMENT = Experiment("halting", {"hour": Settings()}, cases, lambda case: [], run, lambda *_: {}, section)

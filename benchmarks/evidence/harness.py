@@ -21,6 +21,8 @@ import torch
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "evidence"
 CACHE = Path(__file__).resolve().parents[2] / ".evidence"
 """Checkpoints and weights, which are too large to be kept in the repository."""
+SIZES = ("hour", "night", "full")
+"""What all experiments together take: an hour or a night on two cores, days on a real machine."""
 CHECKPOINT_EVERY = 120
 """Seconds."""
 
@@ -31,7 +33,7 @@ class Experiment:
 
     Attributes:
         name: of its record.
-        settings: a dataclass for what fits on two cores, and one for a real machine.
+        settings: a dataclass for each of `SIZES`; a size that is missing is that before it.
         cases: the names of the runs, in the order in which they are begun.
         needs: the names of the cases whose checkpoints a case begins with.
         run: runs a case; takes its name, the settings and its `Workspace`, and returns JSON data.
@@ -41,12 +43,16 @@ class Experiment:
     """
 
     name: str
-    settings: tuple[Any, Any]
+    settings: dict[str, Any]
     cases: Callable[[Any], list[str]]
     needs: Callable[[str], list[str]]
     run: Callable[[str, Any, Workspace], dict[str, Any]]
     compare: Callable[[Any, Workspace, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
     section: Callable[[dict[str, Any]], Any]
+
+    def size(self, size: str) -> str:
+        """The largest size up to `size` for which there are settings."""
+        return [each for each in SIZES[: SIZES.index(size) + 1] if each in self.settings][-1]
 
 
 class Workspace:
@@ -89,6 +95,10 @@ class Workspace:
         path = self.path(case, "json")
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else self.recorded.get(case)
 
+    def has_ended(self, case: str) -> bool:
+        """Return whether the case was run to its end in this folder, so that its last checkpoint is here too."""
+        return self.path(case, "json").exists()
+
     def is_running(self, case: str) -> bool:
         """Return whether another process is running the case."""
         try:
@@ -123,60 +133,68 @@ def machine() -> dict[str, Any]:
 
 
 def run(
-    experiment: Experiment, full: bool, cases: list[str] | None = None, cache: Path = CACHE, data: Path | None = None
-) -> Path:
-    """Run the cases that are not done, and write the record of those that are; returns its path.
+    experiment: Experiment,
+    size: str,
+    cases: list[str] | None = None,
+    output: Path | None = None,
+    data: Path | None = None,
+) -> dict[str, Any]:
+    """Run the cases that are not done, and write the record of those that are; returns the record.
 
     Several processes may run the same experiment: each takes the next case that nobody runs.
 
     Args:
         experiment: the experiment.
-        full: whether to take the settings for a real machine.
+        size: one of `SIZES`.
         cases: names of those to run; None means all.
-        cache: the folder of workspaces.
+        output: the folder of records and workspaces; None means `RESULTS` and `CACHE`.
         data: see `Workspace`.
     """
-    settings = experiment.settings[full]
-    size = "full" if full else "small"
+    size = experiment.size(size)
+    settings = experiment.settings[size]
+    results, cache = (RESULTS, CACHE) if output is None else (output, output / "checkpoints")
     start = time.monotonic()
 
     def progress(line: str) -> None:
         print(f"[{time.monotonic() - start:7.0f} s] {experiment.name}: {line}", file=sys.stderr, flush=True)
 
     work = Workspace(cache / f"{experiment.name}-{size}", progress, data)
-    path = RESULTS / f"{experiment.name}-{size}.json"
+    path = results / f"{experiment.name}-{size}.json"
     description = json.loads(json.dumps({"experiment": experiment.name, "size": size, "settings": asdict(settings)}))
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     check_settings(work, description["settings"])
     if earlier.items() >= description.items():
         work.recorded = earlier["cases"]
-    left = cases or experiment.cases(settings)
-    while left := [case for case in left if work.result(case) is None]:
-        ready = (case for case in left if all(work.result(other) for other in experiment.needs(case)))
+    names = experiment.cases(settings)
+    if unknown := set(cases or ()) - set(names):
+        raise SystemExit(f"--cases: {experiment.name} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+    asked = [case for case in cases or names if work.result(case) is None]
+    needed = [need for case in asked for need in experiment.needs(case) if not work.has_ended(need)]
+    left = list(dict.fromkeys(needed + asked))
+    while left := [case for case in left if not work.has_ended(case)]:
+        ready = (case for case in left if all(map(work.has_ended, experiment.needs(case))))
         case = next(filter(work.claim, ready), None)
         if case is None:
-            if not any(map(work.is_running, left)):
-                break  # what they need is not among the cases
             time.sleep(5)
             continue
         begun = time.monotonic()
-        found = {**experiment.run(case, settings, work), "machine": machine()}
-        found["seconds"] = round(time.monotonic() - begun)
-        work.path(case, "json").write_text(json.dumps(found), encoding="utf-8")
+        result = {**experiment.run(case, settings, work), "machine": machine()}
+        result["seconds"] = round(time.monotonic() - begun)
+        work.path(case, "json").write_text(json.dumps(result), encoding="utf-8")
         progress(f"{case} is done")
-    results = {case: work.result(case) for case in experiment.cases(settings)}
-    done = {case: result for case, result in results.items() if result is not None}
+    found = {case: work.result(case) for case in names}
+    done = {case: result for case, result in found.items() if result is not None}
     known = earlier.get("compared", {})  # of files that are gone
-    compared = {key: known.get(key, {}) | found for key, found in experiment.compare(settings, work, done).items()}
+    compared = {key: known.get(key, {}) | new for key, new in experiment.compare(settings, work, done).items()}
     record = {**description, "compared": compared, "cases": done}
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return path
+    return record
 
 
 def check_settings(work: Workspace, settings: dict[str, Any]) -> None:
     """Raise SystemExit if the workspace has results of other settings."""
     path, now = work.folder / "settings", json.dumps(settings, indent=1)
     if path.exists() and path.read_text(encoding="utf-8") != now:
-        raise SystemExit(f"{work.folder} has results of other settings; delete it, or name another --cache")
+        raise SystemExit(f"{work.folder} has results of other settings; delete it, or name another --output")
     path.write_text(now, encoding="utf-8")

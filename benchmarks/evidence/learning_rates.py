@@ -153,4 +153,5 @@ def _table(rates: tuple[float, ...], rows: list[list[str]]) -> str:
     return markdown_table(["", *(f"{rate:g}" for rate in rates)], rows)
 
 
-EXPERIMENT = Experiment("learning-rates", (Settings(), FULL), cases, needs, run, lambda *_: {}, section)
+_SIZES = {"hour": Settings(seeds=5, steps=1000), "night": Settings(), "full": FULL}
+EXPERIMENT = Experiment("learning-rates", _SIZES, cases, needs, run, lambda *_: {}, section)

@@ -10,16 +10,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.evidence.harness import RESULTS
+from benchmarks.evidence.harness import RESULTS, SIZES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
 # Evidence
 
-What was claimed, by others or here, and what was measured. `python -m benchmarks.evidence NAME` runs an experiment, and
-goes on where it was interrupted; `python -m benchmarks.evidence.page` writes this page from the records in
-[`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and the limits of each verdict are
-fixed in the experiment's file before it runs.
+What was claimed, by others or here, and what was measured. Each part ends with the command that measures it again in a
+checkout of the repository after `make .venv`; a command that was interrupted goes on where it was. `make evidence` runs
+every experiment in a size that takes an hour on two cores. `python -m benchmarks.evidence.page` writes this page from
+the records in [`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of
+verdicts are fixed in the experiment's file before it runs.
 
 Runs of a seed begin with equal weights and see equal data. A difference is the mean over seeds, with its 95% interval.
 "equal": the interval lies within the limit. "worse" and "better": it lies beyond the limit. "undecided": neither. The
@@ -68,13 +69,21 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def section(found: Section) -> str:
-    """A part of the page in Markdown."""
+def section(found: Section, record: dict[str, Any]) -> str:
+    """A part of the page in Markdown, with the command that runs the cases of `record` again."""
     columns = ("claim", "source", "published", "measured", "verdict")
     rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in found.rows]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
     table = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
-    return "\n\n".join([f"## {found.title}", found.text, table, *found.tables])
+    cases = record["cases"].values()
+    hours = sum(case["seconds"] for case in cases) / 3600
+    size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
+    machines = ", ".join(sorted({case["machine"]["cpu"] for case in cases}))
+    command = (
+        f"`python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER`: {hours:.1f} hours of one core "
+        f"({machines}). `--cases` runs some of: {', '.join(f'`{case}`' for case in record['cases'])}."
+    )
+    return "\n\n".join([f"## {found.title}", found.text, table, *found.tables, command])
 
 
 def page() -> str:
@@ -83,10 +92,10 @@ def page() -> str:
 
     parts = [_HEAD.rstrip()]
     for name, experiment in EXPERIMENTS.items():
-        path = RESULTS / f"{name}-small.json"
-        if path.exists():
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            parts.append(section(experiment.section(record)))
+        recorded = [path for size in SIZES if (path := RESULTS / f"{name}-{size}.json").exists()]
+        if recorded:
+            record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
+            parts.append(section(experiment.section(record), record))
     return "\n\n".join(parts) + "\n"
 
 

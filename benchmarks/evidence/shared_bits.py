@@ -48,6 +48,7 @@ class Settings:
     lr: float = 1e-3
 
 
+HOUR = Settings(seeds=3, steps=3000, records=(100, 300, 1000, 3000))
 FULL = Settings(steps=200_000, records=(1000, 10_000, 50_000, 200_000), shape=Shape(width=128, layers=4, length=64))
 
 
@@ -135,4 +136,5 @@ def section(record: dict[str, Any]) -> Section:
     return Section("Random bits of replicas", words, rows, [f"Distance of two replicas, of their norm:\n\n{table}"])
 
 
-EXPERIMENT = Experiment("shared-bits", (Settings(), FULL), cases, lambda case: [], run, lambda *_: {}, section)
+_SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
+EXPERIMENT = Experiment("shared-bits", _SIZES, cases, lambda case: [], run, lambda *_: {}, section)

@@ -54,6 +54,7 @@ class Settings:
     weight_decay: float = 0.1
 
 
+HOUR = Settings(steps=10_000, records=(1000, 3750, 7500, 10_000))
 FULL = Settings(
     steps=1_000_000,
     records=(1000, 3750, 7500, 15_000, 30_000, 60_000, 100_000, 200_000, 400_000, 700_000, 1_000_000),
@@ -310,4 +311,5 @@ def _row(claim: str, values: np.ndarray, reference: np.ndarray) -> Row:
     return Row(claim, measured, verdict(found, LIMIT))
 
 
-EXPERIMENT = Experiment("steps", (Settings(), FULL), cases, needs, run, compare, section)
+_SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
+EXPERIMENT = Experiment("steps", _SIZES, cases, needs, run, compare, section)

@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("scipy")
 
 from benchmarks.evidence import harness, page, steps, text
-from benchmarks.evidence.__main__ import EXPERIMENTS
 from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import growth, paired, verdict
@@ -23,12 +22,11 @@ SETTINGS = steps.Settings(modes=("fp32", "sr", "split-int8"), steps=12, records=
 def record(tmp_path, monkeypatch):
     """Runs the experiment in a folder of that name; returns the record without times."""
     monkeypatch.setattr(harness, "CHECKPOINT_EVERY", 0)
-    experiment = dataclasses.replace(steps.EXPERIMENT, settings=(SETTINGS, SETTINGS))
+    experiment = dataclasses.replace(steps.EXPERIMENT, settings={"hour": SETTINGS})
 
     def run(folder, *cases):
-        monkeypatch.setattr(harness, "RESULTS", tmp_path / folder / "results")
-        path = harness.run(experiment, False, [*cases] or None, tmp_path / folder)
-        found = json.loads(path.read_text())
+        found = harness.run(experiment, "night", [*cases] or None, tmp_path / folder)
+        assert found == json.loads((tmp_path / folder / "steps-hour.json").read_text())
         for case in found["cases"].values():
             del case["seconds"]
         return found
@@ -87,12 +85,22 @@ def test_an_interrupted_run_has_the_record_of_one_that_was_not(record, monkeypat
     assert record("parts") == whole
 
 
-def test_a_case_that_is_in_the_record_is_not_run_again(record, tmp_path):
-    first = record("a")
-    for path in tmp_path.glob("a/steps-small/*"):
+def test_cases_are_run_again_only_for_their_checkpoints(record, tmp_path):
+    first = record("a", "fp32", "sr")
+    for path in tmp_path.glob("a/checkpoints/steps-hour/*"):
         path.unlink()
-    again = record("a")
-    assert again == {**first, "cases": again["cases"]} and again["cases"].keys() == first["cases"].keys()
+    again = record("a", "fp32", "sr")
+    assert again == first
+    checkpoints = tmp_path / "a" / "checkpoints" / "steps-hour"
+    assert {path.name for path in checkpoints.iterdir()} == {"settings"}
+    cooled = record("a", "sr-cooldown")
+    assert cooled["cases"] == first["cases"] | {"sr-cooldown": cooled["cases"]["sr-cooldown"]}
+    assert {path.name for path in checkpoints.glob("*.json")} == {"sr.json", "sr-cooldown.json"}
+
+
+def test_cases_that_do_not_exist_are_named(record):
+    with pytest.raises(SystemExit, match="steps has no fp16; it has fp32, sr, split-int8, "):
+        record("a", "fp16")
 
 
 def test_a_mean_its_interval_and_its_scatter():
@@ -136,6 +144,4 @@ def test_growth_is_the_slope_for_each_tenfold():
 
 
 def test_the_page_is_that_of_the_records():
-    if not any((harness.RESULTS / f"{name}-small.json").exists() for name in EXPERIMENTS):
-        pytest.skip("nothing is recorded yet")
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python -m benchmarks.evidence.page"
