@@ -181,6 +181,8 @@ def run(
         result = {**experiment.run(case, settings, work), "machine": machine()}
         result["seconds"] = round(time.monotonic() - begun)
         work.path(case, "json").write_text(json.dumps(result), encoding="utf-8")
+        if not any(case in experiment.needs(other) for other in names):
+            work.path(case, "pt").unlink(missing_ok=True)
         progress(f"{case} is done")
     found = {case: work.result(case) for case in names}
     done = {case: result for case, result in found.items() if result is not None}

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.replicas import Replicas, Shape
+from benchmarks.evidence.training import Training
 
 START = "start"
 STALLED = 0.5
@@ -68,37 +68,21 @@ def needs(case: str) -> list[str]:
 def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     """Train at one rate; returns the validation losses of all seeds before the first step and after the last."""
     seeds = list(range(settings.seeds))
-    model = Replicas(seeds, settings.shape)
-    first, steps, mode, lr = 0, settings.steps, MODES["fp32"], settings.first_rate
-    if case == START:
-        steps = settings.first_steps
-    else:
-        kind, name, rate = case.split()
-        mode, lr = MODES[name], float(rate)
-        if kind == "tune":
-            first = settings.first_steps
-            model.load_state_dict(work.load(START))
-    optimizer = mode.optimizer(model, lr=lr, betas=(0.9, 0.999), weight_decay=0.1)
-    data = text.load(work.data)
+    model, data = Replicas(seeds, settings.shape), text.load(work.data)
+    kind, name, rate = case.split() if case != START else (START, "fp32", settings.first_rate)
     sequences = text.Sequences(data, seeds, settings.sequences, settings.shape.length)
+    first = settings.first_steps if kind == "tune" else 0
+    last = settings.first_steps if kind == START else first + settings.steps
+    if kind == "tune":
+        model.load_state_dict(work.load(START)["model"])
 
-    def validation() -> list[float]:
-        with torch.no_grad(), mode.precision():
-            return model.losses(sequences.validation()).tolist()
+    def rates(step: int) -> float:
+        return float(rate) * (1 - step / last if kind == START else 1)
 
-    before = validation()
-    for step in range(first, first + steps):
-        if case == START:
-            optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        with mode.precision():
-            losses = model.losses(sequences.of_step(step))
-        losses.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = validation()
-    if case == START:
-        work.save(START, model.state_dict())
-    work.progress(f"{case}: loss {np.mean(after):.4f} ± {np.std(after):.4f}")
+    training = Training(work, case, MODES[name], model, sequences, rates)
+    training.step = first
+    before = training.validation().tolist()
+    after = training.run(last)[-1]["loss"]
     finite = [loss if np.isfinite(loss) else None for loss in after]
     return {"before": before, "after": finite, "text": data.checksum, "entropy": text.entropy(data)}
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES, Mode
+from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.replicas import BYTES, Replicas, Shape
 from benchmarks.evidence.statistics import growth, paired, verdict
+from benchmarks.evidence.training import Training
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 
 PERTURBED = "fp32-perturbed"
@@ -77,53 +78,38 @@ def needs(case: str) -> list[str]:
 
 def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     """Train one case, and look at its weights on the way."""
-    base, _, rest = case.partition(f"-{COOLDOWN}")
-    seeds = list(range(settings.seeds))
-    mode = mode_of("split" if rest else base)
-    model = Replicas(seeds, settings.shape)
-    if base == PERTURBED:
-        perturb(model, seeds)
-    betas = (0.9, settings.beta2)
-    optimizer = mode.optimizer(model, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
+    base, cooldown, rest = case.partition(f"-{COOLDOWN}")
+    last, length = settings.steps, settings.steps // 10
     data = text.load(work.data)
-    sequences = text.Sequences(data, seeds, settings.sequences, settings.shape.length)
-    validation, classes = sequences.validation(), byte_classes(data.train)
+    training = of_mode(
+        "split" if rest else base,
+        settings,
+        work,
+        case,
+        text.Sequences(data, list(range(settings.seeds)), settings.sequences, settings.shape.length),
+        rate=lambda step: settings.lr * (1 - (step - last) / length if cooldown else 1),
+    )
+    if not training.load(case) and cooldown:
+        training.load(base)
+        training.points = []
+    classes = byte_classes(data.train)
 
-    first, last, length = 0, settings.steps, settings.steps // 10
-    cools, points = base != case, list[dict[str, Any]]()
-    if cools:
-        first, last = settings.steps, settings.steps + length
-    saved = work.load(case)
-    if saved is None and cools:
-        saved = {**work.load(base), "points": []}
-    if saved is not None:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first, points = saved["step"], saved["points"]
+    def observe() -> dict[str, Any]:
+        snapshot(training.model, work, case, training.step)
+        return looked_at(training.model, training.optimizer, classes)
 
-    def checkpoint(step: int) -> None:
-        state = {"step": step, "points": points, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        work.save(case, state)
-
-    for step in range(first, last):
-        rate = settings.lr * (1 - (step - settings.steps) / length if cools else 1)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        with mode.precision():
-            losses = model.losses(sequences.of_step(step))
-        losses.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        done = step + 1
-        if done in settings.records or done == last:
-            with torch.no_grad(), mode.precision():
-                found = model.losses(validation)
-            points.append({"step": done, "loss": found.tolist(), **looked_at(model, optimizer, classes)})
-            snapshot(model, work, case, done)
-            work.progress(f"{case}: step {done}, loss {float(found.mean()):.4f} ± {float(found.std()):.4f}")
-        if work.is_due() or done == last:
-            checkpoint(done)
+    points = training.run(last + length if cooldown else last, settings.records, observe)
     return {"points": points, "text": data.checksum}
+
+
+def of_mode(name: str, settings: Settings, work: Workspace, case: str, *data: Any, **options: Any) -> Training:
+    """The training of a mode from its first weights."""
+    seeds = list(range(settings.seeds))
+    model = Replicas(seeds, settings.shape)
+    if name == PERTURBED:
+        perturb(model, seeds)
+    mode = MODES["fp32" if name == PERTURBED else name]
+    return Training(work, case, mode, model, *data, **options, beta2=settings.beta2, weight_decay=settings.weight_decay)
 
 
 def variance_of_rounding(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,11 +122,6 @@ def variance_of_rounding(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor
     spacing = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 8)
     rest = torch.remainder(update, spacing)
     return rest * (spacing - rest), spacing
-
-
-def mode_of(name: str) -> Mode:
-    """The mode of a case."""
-    return MODES["fp32" if name == PERTURBED else name]
 
 
 def perturb(model: Replicas, seeds: list[int]) -> None:
@@ -203,19 +184,14 @@ def rounding_variance(case: str, settings: Settings, work: Workspace) -> dict[st
         `per_step`: the root of the variance of all weights, of their norm. `random_walk`: the same after all steps, if
         nothing pulled weights back. `spacings`: the median of s/|u|. None if the checkpoint is gone.
     """
-    saved = work.load(case)
-    if saved is None:
+    training = of_mode(case, settings, work, case, None, rate=lambda step: settings.lr)
+    if not training.load(case):
         return None
-    model = Replicas(list(range(settings.seeds)), settings.shape)
-    betas = (0.9, settings.beta2)
-    optimizer = mode_of(case).optimizer(model, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
     variances, squares, ratios = [], [], []
-    for param in model.parameters():
+    for param in training.model.parameters():
         if param.dtype != torch.bfloat16:
             continue
-        state = decoded_states(optimizer.state[param])
+        state = decoded_states(training.optimizer.state[param])
         weight = param.detach().float()
         first, second = state["exp_avg"].float(), state["exp_avg_sq"].float()
         update = settings.lr * (first / (second.sqrt() + 1e-8) + settings.weight_decay * weight).abs()

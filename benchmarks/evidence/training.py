@@ -1,0 +1,92 @@
+"""Trains replicas: one loop for all experiments, which goes on where it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.evidence.harness import Workspace
+from benchmarks.evidence.modes import Mode
+from benchmarks.evidence.replicas import Replicas
+from benchmarks.evidence.text import Sequences
+
+
+@dataclass
+class Training:
+    """Training of `model` in a mode, with AdamW and a rate for each step.
+
+    Attributes:
+        work: of the experiment.
+        case: the name of checkpoints.
+        mode: the way to train.
+        model: in FP32; the optimizer of `mode` casts it.
+        sequences: of each step.
+        rate: gives the learning rate of a step.
+        beta2: AdamW's second beta.
+        weight_decay: AdamW's, of all parameters.
+    """
+
+    work: Workspace
+    case: str
+    mode: Mode
+    model: Replicas
+    sequences: Sequences
+    rate: Callable[[int], float]
+    beta2: float = 0.999
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        settings = {"lr": self.rate(0), "betas": (0.9, self.beta2), "weight_decay": self.weight_decay}
+        self.optimizer = self.mode.optimizer(self.model, **settings)
+        self.step, self.points = 0, list[dict[str, Any]]()
+
+    def load(self, case: str) -> bool:
+        """Take model, optimizer, step and points from the last checkpoint of `case`; False if there is none."""
+        saved = self.work.load(case)
+        if saved is not None:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.points = saved["step"], saved["points"]
+        return saved is not None
+
+    def run(
+        self, last: int, records: Collection[int] = (), observe: Callable[[], dict[str, Any]] = dict
+    ) -> list[dict[str, Any]]:
+        """Train until `last` steps are done, and leave a checkpoint.
+
+        Args:
+            last: the number of steps.
+            records: numbers of steps after which the validation loss is taken; it is also taken after the last.
+            observe: gives further things to keep then; it is called when `step` steps are done.
+
+        Returns:
+            A dictionary for each number of steps with `step` and `loss`, the losses of all seeds.
+        """
+        while self.step < last:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(self.step)
+            with self.mode.precision():
+                losses = self.model.losses(self.sequences.of_step(self.step))
+            losses.sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            if self.step in records or self.step == last:
+                found = self.validation()
+                self.points.append({"step": self.step, "loss": found.tolist(), **observe()})
+                words = f"step {self.step}, loss {float(found.mean()):.4f} ± {float(found.std()):.4f}"
+                self.work.progress(f"{self.case}: {words}")
+            if self.work.is_due() or self.step == last:
+                state = {"step": self.step, "points": self.points}
+                models = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+                self.work.save(self.case, {**state, **models})
+        return self.points
+
+    @torch.no_grad()
+    def validation(self) -> torch.Tensor:
+        """The loss of each seed on sequences that are held out."""
+        with self.mode.precision():
+            return self.model.losses(self.sequences.validation())
