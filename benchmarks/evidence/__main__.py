@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence import __doc__, halting, harness, learning_rates, page, shared_bits, steps
+from benchmarks.evidence import __doc__, halting, harness, learning_rates, page, scale, shared_bits, states, steps
 
-EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (halting, steps, learning_rates, shared_bits)}
+EXPERIMENTS = {
+    module.EXPERIMENT.name: module.EXPERIMENT for module in (steps, scale, learning_rates, states, shared_bits, halting)
+}
 
 
 def main() -> None:

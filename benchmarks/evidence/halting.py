@@ -70,7 +70,9 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
         optimizer.step()
     distances = (weights.detach().float() - solution).norm(dim=1) / solution.abs().amin(dim=1)
     work.progress(f"{case}: {float(distances.median()):.2e}")
-    return {"distances": distances.tolist()}
+    nearest = solution.to(torch.bfloat16).float()
+    rounded = (nearest - solution).norm(dim=1) / solution.abs().amin(dim=1)
+    return {"distances": distances.tolist(), "rounded_solution": rounded.tolist()}
 
 
 def bound(rate: float) -> float:
@@ -96,6 +98,8 @@ def section(record: dict[str, Any]) -> Section:
         )
     for mode, label in MODES.items():
         table.append([label, *(f"{np.median(found[f'{mode}-{rate}']):.1e}" for rate in rates)])
+    rounded = float(np.median(next(iter(record["cases"].values()))["rounded_solution"]))
+    table.append(["the solution itself, rounded to BF16", *[f"{rounded:.1e}"] * len(rates)])
     text = (
         f"{count} least-squares problems in {record['settings']['dimensions']} dimensions, "
         f"{record['settings']['steps']:,} steps of SGD with one sample each. Distances from the solution are relative "

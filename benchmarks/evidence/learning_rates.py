@@ -46,7 +46,7 @@ class Settings:
     large_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64)
     first_steps: int = 5000
     first_rate: float = 3e-3
-    steps: int = 2000
+    steps: int = 1000
     shape: Shape = field(default_factory=Shape)
     sequences: int = 2
 
@@ -137,5 +137,5 @@ def _table(rates: tuple[float, ...], rows: list[list[str]]) -> str:
     return markdown_table(["", *(f"{rate:g}" for rate in rates)], rows)
 
 
-_SIZES = {"hour": Settings(seeds=5, steps=1000), "night": Settings(), "full": FULL}
+_SIZES = {"hour": Settings(seeds=5, steps=500), "night": Settings(), "full": FULL}
 EXPERIMENT = Experiment("learning-rates", _SIZES, cases, needs, run, lambda *_: {}, section)

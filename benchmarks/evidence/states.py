@@ -1,0 +1,108 @@
+"""How much do states of 16 and 8 bits cost, and does it depend on AdamW's β₂?
+
+The second moment keeps a share β₂ of its value at each step. Rounded to nearest, BF16 cannot follow at 0.999, where a
+step changes it by less than half the spacing of two numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.evidence import text
+from benchmarks.evidence.harness import Experiment, Workspace
+from benchmarks.evidence.modes import MODES, Mode
+from benchmarks.evidence.page import Row, Section, markdown_table
+from benchmarks.evidence.replicas import Replicas, Shape
+from benchmarks.evidence.statistics import paired, verdict
+from benchmarks.evidence.training import Training
+
+LIMIT = 0.01
+"""Nats per byte, 1% of perplexity: differences below are called equal."""
+_STATES = {"FP32": torch.float32, "BF16": torch.bfloat16, "8-bit": torch.int8}
+WAYS = {
+    "fp32": MODES["fp32"],
+    **{
+        f"{rounding}-{states}": Mode(f"{rounding}, {states} states", rounding, options={"state_dtype": dtype})
+        for rounding in ("split", "stochastic")
+        for states, dtype in _STATES.items()
+    },
+    "split-BF16-nearest": Mode("split, BF16 states rounded to nearest", "split", options={"state_rounding": "nearest"}),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the training runs.
+
+    Attributes:
+        betas: values of β₂.
+        seeds: how many.
+        steps: at a rate that falls from `lr` to zero.
+        shape: of the model.
+        sequences: per step and seed.
+        lr: the first rate.
+    """
+
+    betas: tuple[float, ...] = (0.95, 0.98, 0.99, 0.999)
+    seeds: int = 10
+    steps: int = 10_000
+    shape: Shape = field(default_factory=Shape)
+    sequences: int = 2
+    lr: float = 1e-3
+
+
+HOUR = Settings(betas=(0.95, 0.999), steps=3000)
+FULL = Settings(steps=100_000, shape=Shape(width=128, layers=4, length=64), sequences=8)
+
+
+def cases(settings: Settings) -> list[str]:
+    """Every way at every β₂."""
+    return [f"{way} {beta2}" for beta2 in settings.betas for way in WAYS]
+
+
+def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
+    """Train in one way."""
+    way, beta2 = case.split()
+    seeds, data = list(range(settings.seeds)), text.load(work.data)
+    model = Replicas(seeds, settings.shape)
+    sequences = text.Sequences(data, seeds, settings.sequences, settings.shape.length)
+
+    def rate(step: int) -> float:
+        return settings.lr * (1 - step / settings.steps)
+
+    training = Training(work, case, WAYS[way], model, sequences, rate, beta2=float(beta2))
+    training.load(case)
+    return {"points": training.run(settings.steps), "text": data.checksum}
+
+
+def section(record: dict[str, Any]) -> Section:
+    """The difference from FP32 of each way at each β₂."""
+    settings = record["settings"]
+    losses = {case: np.array(found["points"][-1]["loss"]) for case, found in record["cases"].items()}
+    betas = [beta2 for beta2 in settings["betas"] if all(f"{way} {beta2}" in losses for way in WAYS)]
+    rows = []
+    for way, mode in WAYS.items():
+        if way == "fp32":
+            continue
+        pairs = [paired(losses[f"{way} {beta2}"], losses[f"fp32 {beta2}"]) for beta2 in betas]
+        measured = ", ".join(f"{found.mean:+.4f} ± {found.half:.4f}" for found in pairs)
+        verdicts = [verdict(found, LIMIT) for found in pairs]
+        same = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
+        visible = f"; visible: {max(found.visible for found in pairs):.4f}"
+        rows.append(Row(f"{mode.label}: ends where FP32 does", measured + visible, same))
+    words = (
+        f"{Shape(**settings['shape']).parameters():,} parameters, {settings['seeds']} seeds, {settings['steps']:,} "
+        f"steps of AdamW with decay 0.1 at a rate that falls from {settings['lr']} to zero. Differences of the "
+        f"validation loss in nats per byte at β₂ = {', '.join(map(str, betas))}; the limit is {LIMIT}."
+    )
+    exact = [[f"{losses[f'fp32 {beta2}'].mean():.4f}" for beta2 in betas]]
+    table = markdown_table(["", *(f"β₂ = {beta2}" for beta2 in betas)], [["FP32", *row] for row in exact])
+    return Section("States and β₂", words, rows, [f"Loss of FP32:\n\n{table}"])
+
+
+_SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
+EXPERIMENT = Experiment("states", _SIZES, cases, lambda case: [], run, lambda *_: {}, section)
