@@ -91,7 +91,7 @@ def section(record: dict[str, Any]) -> Section:
     sizes = [f"{width}x{layers}" for width, layers, _ in settings.models]
     sizes = [size for size in sizes if all(f"{mode} {size}" in found for mode in settings.modes)]
     parameters = [found[f"fp32 {size}"]["parameters"] for size in sizes]
-    rows, table = list[Row](), list[list[str]]()
+    rows, table, scatter = list[Row](), list[list[str]](), list[list[str]]()
     for mode in settings.modes:
         losses = [np.array(found[f"{mode} {size}"]["points"][-1]["loss"]) for size in sizes]
         exact = [np.array(found[f"fp32 {size}"]["points"][-1]["loss"]) for size in sizes]
@@ -100,6 +100,7 @@ def section(record: dict[str, Any]) -> Section:
             continue
         pairs = [paired(*each) for each in zip(losses, exact, strict=True)]
         table.append([MODES[mode].label, *(f"{each.mean:+.4f} ± {each.half:.4f}" for each in pairs)])
+        scatter.append([MODES[mode].label, *(f"{each.deviation:.4f}" for each in pairs)])
         verdicts = [verdict(each, LIMIT) for each in pairs]
         worst = max(pairs, key=lambda each: abs(each.mean) + each.half)
         rows.append(
@@ -136,7 +137,11 @@ def section(record: dict[str, Any]) -> Section:
         f"and falls to a tenth. Validation loss in nats per byte, differences from FP32; the limit is {LIMIT}."
     )
     heads = [f"{count / 1e6:.2f} million" for count in parameters]
-    return Section("Size", words, rows, [f"By parameters:\n\n{markdown_table(['', *heads], table)}"])
+    tables = [
+        f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}",
+        f"Standard deviation of the differences over seeds:\n\n{markdown_table(['', *heads], scatter)}",
+    ]
+    return Section("Size", words, rows, tables)
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}

@@ -232,18 +232,18 @@ def section(record: dict[str, Any]) -> Section:
             continue
         differences = losses[mode] - losses["fp32"]
         rows.append(
-            _row(f"{words} ends where FP32 does after {steps[-1]:,} steps", losses[mode][-1], losses["fp32"][-1])
+            _row(f"{words}: ends where FP32 does after {steps[-1]:,} steps", losses[mode][-1], losses["fp32"][-1])
         )
         growing = growth(steps, differences.T)
         verdict_of_growth = "undecided" if abs(growing.mean) < growing.half else "yes" if growing.mean > 0 else "falls"
         measured = f"{growing.mean:+.4f} ± {growing.half:.4f} for each tenfold"
-        rows.append(Row(f"its difference grows with steps ({words})", measured, verdict_of_growth))
+        rows.append(Row(f"{words}: the difference grows with steps", measured, verdict_of_growth))
         at_steps.append([words, *(f"{value:+.4f}" for value in differences.mean(1))])
         scatter.append([words, *(f"{value:.4f}" for value in differences.std(1, ddof=1))])
     for case, words in {**{f"{mode}-{COOLDOWN}": words for mode, words in _CLAIMS.items()}, _LAST: _IN_SPLIT}.items():
         if case in losses and f"fp32-{COOLDOWN}" in losses:
             rows.append(
-                _row(f"{words} ends where FP32 does after a cooldown", losses[case][-1], losses[_REFERENCE][-1])
+                _row(f"{words}: ends where FP32 does after the cooldown", losses[case][-1], losses[_REFERENCE][-1])
             )
     heads = [f"{step:,}" for step in steps]
     text = (
@@ -257,6 +257,22 @@ def section(record: dict[str, Any]) -> Section:
         for case, found in record["compared"].get("distance", {}).items()
         if case in _CLAIMS and all(str(step) in found for step in steps)
     ]
+    ends = {case: found["points"][-1] for case, found in results.items()}
+    looks = [
+        [
+            words,
+            _relative(ends[case]["norm"], ends["fp32"]["norm"]),
+            *(
+                _relative(ends[case][kind][name], ends["fp32"][kind][name])
+                for kind in ("embedding_norms", "second_moments")
+                for name in ends["fp32"][kind]
+            ),
+        ]
+        for case, words in _CLAIMS.items()
+        if case in ends
+    ]
+    of_looks = ["", "norm", *(f"embeddings: {name}" for name in ends["fp32"]["embedding_norms"])]
+    of_looks += [f"second moments: {name}" for name in ends["fp32"]["second_moments"]]
     walks = [
         [
             _CLAIMS[case],
@@ -267,10 +283,16 @@ def section(record: dict[str, Any]) -> Section:
         for case, found in record["compared"].get("rounding", {}).items()
     ]
     of_walks = ["", "spacing, in updates", "of one step", "of all steps"]
+    picture = (
+        "Difference of the validation loss from FP32's over steps, for stochastic rounding, Kahan summation and split"
+    )
     tables = [
+        *(f"![{picture}](../images/evidence-steps{suffix})" for suffix in (".svg#only-light", "-dark.svg#only-dark")),
         f"Mean difference of the loss after so many steps:\n\n{markdown_table(['', *heads], at_steps)}",
         f"Its standard deviation over seeds:\n\n{markdown_table(['', *heads], scatter)}",
         f"Distance of the weights from FP32's, of their norm:\n\n{markdown_table(['', *heads], distances)}",
+        "Norm of all weights, and, by the share of a byte in the text, norms of embeddings and roots of their second "
+        f"moments; differences from FP32's after the last step:\n\n{markdown_table(of_looks, looks)}",
         "What stochastic rounding adds to the weights, of their norm, by the states after the last step: an update u "
         f"between numbers s apart adds a variance of u(s − u).\n\n{markdown_table(of_walks, walks)}",
     ]
@@ -278,7 +300,12 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _LAST, _REFERENCE = f"sr-{COOLDOWN}-in-split", f"fp32-{COOLDOWN}"
-_IN_SPLIT = "stochastic rounding, cooled down in split,"
+_IN_SPLIT = "stochastic rounding, with the cooldown in split"
+
+
+def _relative(values: list[float], reference: list[float]) -> str:
+    found = paired(np.array(values) / np.array(reference), [1.0] * len(values))
+    return f"{found.mean:+.1%} ± {found.half:.1%}"
 
 
 def _row(claim: str, values: np.ndarray, reference: np.ndarray) -> Row:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 pytest.importorskip("scipy")
 
-from benchmarks.evidence import harness, page, steps, text
+from benchmarks.evidence import harness, page, scale, steps, text
+from benchmarks.evidence.__main__ import EXPERIMENTS
 from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import growth, paired, verdict
@@ -141,6 +143,31 @@ def test_growth_is_the_slope_for_each_tenfold():
     lines = np.array([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0], [7.0, 9.0, 11.0]])
     found = growth(at, lines)
     assert (found.mean, found.half) == pytest.approx((2.0, 0.0), abs=1e-12)
+
+
+def test_a_line_through_sizes_is_continued():
+    """Differences that are 0.001 · log10 of the parameters, less 0.005, are 0.004 at a billion."""
+    settings = scale.Settings(modes=("fp32", "split"), models=((32, 3, 3), (56, 3, 3), (84, 3, 3)))
+    cases = {}
+    for name in scale.cases(settings):
+        mode, size = name.split()
+        parameters = settings.shape(*map(int, size.split("x"))).parameters()
+        apart = 0.001 * math.log10(parameters) - 0.005 if mode == "split" else 0.0
+        losses = [2.0 + apart + shift for shift in (-0.1, 0.0, 0.1)]
+        cases[name] = {"parameters": parameters, "points": [{"loss": losses}]}
+    rows = scale.section({"settings": dataclasses.asdict(settings), "cases": cases}).rows
+    assert [row.verdict for row in rows] == ["equal", "yes", "equal"]
+    assert rows[1].ours == "+0.0010 ± 0.0000 for each tenfold"
+    assert rows[2].ours.startswith("+0.004 ± 0.000; ")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_size_without_settings_is_the_one_before(name):
+    experiment = EXPERIMENTS[name]
+    for size in harness.SIZES:
+        found = experiment.size(size)
+        assert found in experiment.settings and (found == size or size not in experiment.settings)
+    assert experiment.size("hour") == "hour"
 
 
 def test_the_page_is_that_of_the_records():
