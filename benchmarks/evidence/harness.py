@@ -182,7 +182,8 @@ def run(
         result["seconds"] = round(time.monotonic() - begun)
         work.path(case, "json").write_text(json.dumps(result), encoding="utf-8")
         progress(f"{case} is done")
-    found = {case: work.result(case) for case in names}
+    # What another environment has measured stays, if cases depend on installed packages.
+    found = {case: work.result(case) for case in dict.fromkeys([*names, *work.recorded])}
     done = {case: result for case, result in found.items() if result is not None}
     known = earlier.get("compared", {})  # of files that are gone
     compared = {key: known.get(key, {}) | new for key, new in experiment.compare(settings, work, done).items()}
