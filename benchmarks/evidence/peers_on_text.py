@@ -132,7 +132,7 @@ def trained(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
             losses = model.losses(sequences.of_step(step))
         losses.sum().backward()
         optimizer.step()
-        if work.is_due():
+        if work.is_due() and step + 1 < settings.steps:  # gradients are no part of a checkpoint, but counted at the end
             work.save(case, checkpoint(step + 1, model, optimizer))
     with torch.no_grad(), precision():
         loss = model.losses(sequences.validation())
