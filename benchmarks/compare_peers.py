@@ -1,9 +1,9 @@
 """AdamW of this package and of others on the same work: bytes, displacements, bits under sharding, a short training.
 
-Compared are torch's AdamW, optimi, torchao, bitsandbytes and FlashOptim's published algorithm; packages that are not
+Compared are torch's AdamW, optimi, torchao, bitsandbytes, HeavyBall and FlashOptim's published algorithm; packages not
 installed are left out. Each part of the comparison is a file of `benchmarks/peers/`, which says how it measures.
 
-    pip install --no-deps torch-optimi torchao bitsandbytes
+    pip install --no-deps torch-optimi torchao bitsandbytes heavyball opt-einsum
     python benchmarks/compare_peers.py [--elements 512] [--seeds 2] [--steps 200] [--threads 1]
     python benchmarks/compare_peers.py --parts bytes,sharding
     python benchmarks/compare_peers.py --parts none    # only print the table of an earlier run

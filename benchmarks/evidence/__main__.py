@@ -10,11 +10,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence import __doc__, halting, harness, learning_rates, page, scale, shared_bits, states, steps
+from benchmarks.evidence import (
+    __doc__,
+    halting,
+    harness,
+    learning_rates,
+    page,
+    peers_on_text,
+    scale,
+    shared_bits,
+    states,
+    steps,
+)
 
-EXPERIMENTS = {
-    module.EXPERIMENT.name: module.EXPERIMENT for module in (steps, scale, learning_rates, states, shared_bits, halting)
-}
+_MODULES = (steps, scale, learning_rates, states, peers_on_text, shared_bits, halting)
+EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}
 
 
 def main() -> None:

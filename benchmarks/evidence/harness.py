@@ -184,7 +184,8 @@ def run(
         if not any(case in experiment.needs(other) for other in names):
             work.path(case, "pt").unlink(missing_ok=True)
         progress(f"{case} is done")
-    found = {case: work.result(case) for case in names}
+    # What another environment has measured stays, if cases depend on installed packages.
+    found = {case: work.result(case) for case in dict.fromkeys([*names, *work.recorded])}
     done = {case: result for case, result in found.items() if result is not None}
     known = earlier.get("compared", {})  # of files that are gone
     compared = {key: known.get(key, {}) | new for key, new in experiment.compare(settings, work, done).items()}

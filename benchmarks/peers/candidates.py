@@ -13,8 +13,9 @@ from torch.nn import Parameter, ParameterList
 from torch.optim import Optimizer
 
 from hf_lowprec import AdamW, fp32_state_dict
-from peers import optimizers
-from peers.flash_adamw import FlashAdamW
+
+from . import optimizers
+from .flash_adamw import FlashAdamW
 
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 BASELINE = "torch AdamW, FP32"
@@ -47,6 +48,7 @@ class Candidate:
         masters: the best FP32 estimates of the weights that an optimizer has of its parameters.
         package: its name on PyPI, if it is neither torch's nor ours.
         exact_start: further options for parameters that were not cast, so that nothing was rounded off.
+        copied: whether it is a copy of an algorithm in torch operations, whose time says nothing of the package's.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Candidate:
     masters: Callable[[Any, Sequence[Parameter]], list[Tensor]] = _as_stored
     package: str | None = None
     exact_start: dict[str, Any] = field(default_factory=dict)
+    copied: bool = False
 
 
 def _ours(mode: str, state_dtype: torch.dtype) -> Candidate:
@@ -64,8 +67,8 @@ def _ours(mode: str, state_dtype: torch.dtype) -> Candidate:
     return Candidate(f"hf_lowprec AdamW, {mode}, {states} states", build, masters=_our_masters, exact_start=start)
 
 
-def _flash(bits: int) -> Candidate:
-    return Candidate(f"FlashOptim AdamW, {bits} bits", partial(FlashAdamW, bits=bits), masters=_flash_masters)
+def _flash(name: str, **options: Any) -> Candidate:
+    return Candidate(name, partial(FlashAdamW, **options), masters=_flash_masters, copied=True)
 
 
 def _torchao_8bit(stochastic: bool) -> Candidate:
@@ -95,8 +98,10 @@ CANDIDATES = (
     _torchao_8bit(stochastic=True),
     _bitsandbytes_8bit(BF16),
     _bitsandbytes_8bit(FP32),
-    _flash(24),
-    _flash(32),
+    Candidate("heavyball AdamW, stochastic, BF16 states", optimizers.heavyball_bf16, package="heavyball"),
+    _flash("FlashOptim AdamW, 24 bits", bits=24),
+    _flash("FlashOptim AdamW, 32 bits", bits=32),
+    _flash("Unsloth adamw_flash (FlashOptim, 32 bits, no 8-bit states)", bits=32, quantize=False),
 )
 
 

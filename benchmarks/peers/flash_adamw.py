@@ -8,6 +8,9 @@ Written from the published description, version 0.1.4 for what the paper leaves 
   over its scale, x, is stored as 127 · 2x / (1 + |x|) in a signed byte. Of the second moment, the square root is
   stored, as 255 · x in an unsigned byte. Both are rounded to nearest.
 - The update is AdamW's in FP32, from moments before they are stored.
+
+Unsloth's `adamw_flash` (`unsloth/optimizers/flash_adamw.py` of version 2026.10.9) is FlashAdamW with masters of 32
+bits, a first moment in the dtype of the weights, rounded to nearest, and a second moment in FP32.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class FlashAdamW(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         bits: of a master weight, 24 or 32.
+        quantize: whether moments have 8 bits; False stores them as Unsloth does.
     """
 
     def __init__(
@@ -44,8 +48,10 @@ class FlashAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         bits: int = 24,
+        quantize: bool = True,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bits": bits})
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options | {"bits": bits, "quantize": quantize})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -59,21 +65,30 @@ class FlashAdamW(torch.optim.Optimizer):
         state = self.state[param]
         weight, grad = _local(param.detach()), _local(param.grad).float()
         if not state:
-            state |= {"step": 0, "exp_avg": encode_first(torch.zeros_like(grad))}
-            state["exp_avg_sq"] = encode_second(torch.zeros_like(grad))
+            state["step"] = 0
+            self._store(state, group, torch.zeros_like(grad), torch.zeros_like(grad), weight.dtype)
             if weight.dtype == torch.bfloat16:
                 state["correction"] = torch.zeros_like(weight, dtype=_CORRECTIONS[group["bits"]])
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        first = decode_first(*state["exp_avg"]) * beta1 + grad * (1 - beta1)
-        second = decode_second(*state["exp_avg_sq"]) * beta2 + grad * grad * (1 - beta2)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        if group["quantize"]:
+            first, second = decode_first(*first), decode_second(*second)
+        first = first.float() * beta1 + grad * (1 - beta1)
+        second = second * beta2 + grad * grad * (1 - beta2)
         mean, square = first / (1 - beta1 ** state["step"]), second / (1 - beta2 ** state["step"])
         moved = self.master(param) * (1 - group["lr"] * group["weight_decay"])
         moved -= group["lr"] * mean / (square.sqrt() + group["eps"])
         weight.copy_(moved)
         if "correction" in state:
             state["correction"] = correction(moved, weight, state["correction"].dtype)
-        state["exp_avg"], state["exp_avg_sq"] = encode_first(first), encode_second(second)
+        self._store(state, group, first, second, weight.dtype)
+
+    @staticmethod
+    def _store(state: dict[str, Any], group: dict[str, Any], first: Tensor, second: Tensor, dtype: torch.dtype) -> None:
+        quantize = group["quantize"]
+        state["exp_avg"] = encode_first(first) if quantize else first.to(dtype)
+        state["exp_avg_sq"] = encode_second(second) if quantize else second
 
     def master(self, param: Tensor) -> Tensor:
         """The master weights of a parameter, or of this rank's shard of it; FP32 in its shape."""
@@ -81,19 +96,19 @@ class FlashAdamW(torch.optim.Optimizer):
         if "correction" not in state:
             return weight.float()
         stored = state["correction"]
-        return weight.float() + stored.float() / torch.iinfo(stored.dtype).max * _half_ulp(weight).float()
+        return weight.float() + stored.float() / torch.iinfo(stored.dtype).max * _half_ulp(weight)
 
 
 def correction(master: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """(master − weight) in units of half an ulp of the BF16 `weight`, as an integer of `dtype`."""
-    share = ((master - weight.float()).double() / _half_ulp(weight)).float().clamp(-1, 1)
+    share = ((master - weight.float()) / _half_ulp(weight)).clamp(-1, 1)
     scaled = share * torch.iinfo(dtype).max
     return (torch.floor(scaled.abs() + 0.5) * scaled.sign()).to(dtype)
 
 
 def _half_ulp(weight: Tensor) -> Tensor:
     exponent = (weight.view(torch.int16).int() >> 7) & 0xFF
-    return torch.ldexp(torch.ones_like(weight, dtype=torch.float64), exponent.clamp(min=1) - 127 - 7 - 1)
+    return (exponent.clamp(min=1) << 23).view(torch.float32) * 2.0 ** (-7 - 1)
 
 
 def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:

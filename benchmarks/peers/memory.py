@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from hf_lowprec.monitor.memory_estimate import storage_tensors
-from peers.candidates import Candidate
+
+from .candidates import Candidate
 
 SHAPES = ((512, 1024),) * 8
 
@@ -22,6 +24,11 @@ def bytes_per_parameter(candidate: Candidate) -> float:
         param.grad = torch.randn_like(param)
     optimizer = candidate.build(params, lr=1e-3)
     optimizer.step()
+    return held(params, optimizer)
+
+
+def held(params: Sequence[Parameter], optimizer: Optimizer) -> float:
+    """Bytes per parameter of parameters, their gradients and the states of their optimizer."""
     tensors = [*params, *(param.grad for param in params), *_tensors(optimizer.state)]
     # Memory that tensors share, such as a table of values, is counted once.
     sizes = {part.data_ptr(): part.nbytes for part in storage_tensors(tensors)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ MODULES = {
     "torchao": "torchao",
     "flashoptim": "flashoptim",
     "bitsandbytes": "bitsandbytes",
+    "heavyball": "heavyball",
 }
 """Name on PyPI → name to import."""
 
@@ -32,9 +34,13 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) if is_installed(name) else "not installed" for name in MODULES}
 
 
-def run_uncompiled() -> None:
-    """Let this process run torchao's step as it is written; compiling it takes up to a minute for each shape."""
-    torch.compiler.set_stance("force_eager")
+def run_uncompiled() -> AbstractContextManager[Any]:
+    """Let this process run the steps of torchao and HeavyBall uncompiled; compiling takes up to a minute per shape.
+
+    Returns:
+        The end of its context lets them compile again.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 def optimi_kahan(params: Params, kind: Literal["triton", "foreach"] | None = None, **options: Any) -> Optimizer:
@@ -68,6 +74,13 @@ def torchao_bf16(params: Params, **options: Any) -> Optimizer:
         from torchao.prototype.low_bit_optim import _AdamW
 
     return _AdamW(params, bf16_stochastic_round=True, **options)
+
+
+def heavyball_bf16(params: Params, **options: Any) -> Optimizer:
+    """BF16 states and weights, both rounded stochastically."""
+    import heavyball
+
+    return heavyball.AdamW(params, storage_dtype="bfloat16", consume_grad=False, **options)
 
 
 def torchao_8bit(params: Params, stochastic: bool, **options: Any) -> Optimizer:

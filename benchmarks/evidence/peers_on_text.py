@@ -1,0 +1,289 @@
+"""Other packages' AdamW and ours on the same text: loss, distance from FP32, bytes, time, and equal replicas.
+
+Every optimizer of `benchmarks/peers/candidates.py` trains ten seeds of a small model at a constant rate, from equal
+weights on equal data. For BF16 weights, `cast_model` casts the model, with norms in FP32. Packages that compile their
+step, torchao and HeavyBall, do so if there is a compiler. Packages that are not installed are left out:
+
+    pip install --no-deps torch-optimi torchao bitsandbytes heavyball opt-einsum
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import hf_lowprec
+from benchmarks.evidence import steps, text
+from benchmarks.evidence.harness import Experiment, Workspace
+from benchmarks.evidence.modes import MODES
+from benchmarks.evidence.page import Row, Section, markdown_table
+from benchmarks.evidence.replicas import Replicas, Shape
+from benchmarks.evidence.statistics import paired, verdict
+from benchmarks.peers import memory, optimizers
+from benchmarks.peers.candidates import BASELINE, CANDIDATES, FP32, Candidate, installed
+
+FP32_CASE, AUTOCAST, PERTURBED, FASTER = "torch-adamw-fp32", "autocast", steps.PERTURBED, "fp32-faster"
+STEP_TIME = "step-time"
+BY_CASE = {re.sub("[^a-z0-9]+", "-", each.name.partition(" (")[0].lower()): each for each in CANDIDATES}
+
+
+def _faster(params: list[Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1.1 * lr, fused=True, **options)
+
+
+REFERENCES = {
+    FP32_CASE: BY_CASE[FP32_CASE],
+    AUTOCAST: replace(BY_CASE[FP32_CASE], name=f"{BASELINE} weights, autocast"),
+    PERTURBED: replace(BY_CASE[FP32_CASE], name=f"{BASELINE}, first weights changed by a thousandth"),
+    FASTER: replace(BY_CASE[FP32_CASE], name=f"{BASELINE}, rate 10% larger", build=_faster),
+}
+"""torch's AdamW with weights and states in FP32. Only the first one's step is timed."""
+BY_CASE |= REFERENCES
+LIMIT = 0.01
+"""Nats per byte, 1% of perplexity: differences below are called equal."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the training runs and of the timing.
+
+    Attributes:
+        seeds: how many.
+        steps: at a constant rate.
+        shape: of the model. A seed's part of every matrix has a multiple of 256 elements, the largest block of 8-bit
+            states, so that no block belongs to two seeds.
+        sequences: per step and seed.
+        lr: the rate.
+        beta2: AdamW's second beta.
+        weight_decay: AdamW's, of all parameters.
+        replica_steps: after which two replicas are compared.
+        repetitions: of the timing.
+    """
+
+    seeds: int = 10
+    steps: int = 10_000
+    shape: Shape = field(default_factory=Shape)
+    sequences: int = 2
+    lr: float = 3e-4
+    beta2: float = 0.999
+    weight_decay: float = 0.1
+    replica_steps: int = 100
+    repetitions: int = 30
+
+    def adamw(self) -> dict[str, Any]:
+        """The options that all packages have."""
+        return {"lr": self.lr, "betas": (0.9, self.beta2), "eps": 1e-8, "weight_decay": self.weight_decay}
+
+
+HOUR = Settings(steps=1500, repetitions=10)
+FULL = Settings(seeds=20, steps=30_000)
+
+
+def cases(settings: Settings) -> list[str]:
+    """Every candidate whose package is installed, then the timing of all."""
+    found = installed(BY_CASE.values())
+    return [*(case for case, candidate in BY_CASE.items() if candidate in found), STEP_TIME]
+
+
+def needs(case: str) -> list[str]:
+    """Everything is compared with FP32."""
+    return [] if case == FP32_CASE else [FP32_CASE]
+
+
+def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
+    """Measure one candidate, or the step time of all of them."""
+    compiles = shutil.which("g++") is not None
+    with nullcontext() if compiles else optimizers.run_uncompiled():
+        found = step_times(settings) if case == STEP_TIME else trained(case, settings, work)
+    return {**found, "versions": optimizers.versions(), "compiles": compiles}
+
+
+def trained(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
+    """Train; returns losses of all seeds, bytes per parameter, and the share of weights that differ in two replicas."""
+    candidate, seeds = BY_CASE[case], list(range(settings.seeds))
+    precision = MODES["autocast" if case == AUTOCAST else "fp32"].precision
+    torch.manual_seed(0)  # of random bits, where a package takes them from torch's generator
+    model = Replicas(seeds, settings.shape)
+    if case == PERTURBED:
+        steps.perturb(model, seeds)
+    if candidate.dtype != FP32:
+        hf_lowprec.cast_model(model, keep_low_bits=bool(candidate.exact_start))  # our modes with a compensation
+    params = list(model.parameters())
+    optimizer = candidate.build(params, **settings.adamw())
+    data = text.load(work.data)
+    sequences = text.Sequences(data, seeds, settings.sequences, settings.shape.length)
+    saved = work.load(case)
+    first = restored(saved, model, optimizer) if saved else 0
+    for step in range(first, settings.steps):
+        optimizer.zero_grad()
+        with precision():
+            losses = model.losses(sequences.of_step(step))
+        losses.sum().backward()
+        optimizer.step()
+        if work.is_due() and step + 1 < settings.steps:  # gradients are no part of a checkpoint, but counted at the end
+            work.save(case, checkpoint(step + 1, model, optimizer))
+    with torch.no_grad(), precision():
+        loss = model.losses(sequences.validation())
+    weights = torch.cat([param.detach().float().flatten(1) for param in params], dim=1)
+    np.save(work.path(case, "npy"), weights.numpy())
+    work.progress(f"{case}: loss {float(loss.mean()):.4f} ± {float(loss.std()):.4f}")
+    one, other = (replica(candidate, settings, rank) for rank in range(2))
+    apart = float((one != other).float().mean())
+    return {"loss": loss.tolist(), "bytes": memory.held(params, optimizer), "apart": apart, "text": data.checksum}
+
+
+def checkpoint(step: int, model: Replicas, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a run goes on from; states as they are, since torch's `load_state_dict` casts some to the weights' dtype."""
+    return {
+        "step": step,
+        "model": model.state_dict(),
+        "state": [optimizer.state[param] for param in model.parameters()],
+        "groups": [{**group, "params": None} for group in optimizer.param_groups],
+        "random": torch.get_rng_state(),
+    }
+
+
+def restored(saved: dict[str, Any], model: Replicas, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from a checkpoint; returns the number of steps that are done."""
+    model.load_state_dict(saved["model"])
+    optimizer.state.update(zip(model.parameters(), saved["state"], strict=True))
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(values | {"params": group["params"]})
+    torch.set_rng_state(saved["random"])
+    return saved["step"]
+
+
+def replica(candidate: Candidate, settings: Settings, rank: int) -> Tensor:
+    """Weights after steps with gradients that all ranks share; only the seed of torch's generator is the rank's own."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (settings.seeds, 256, settings.shape.width)
+    param = Parameter(torch.randn(shape, generator=generator).mul_(0.02).to(candidate.dtype))
+    torch.manual_seed(rank)
+    optimizer = candidate.build([param], **settings.adamw())
+    for _ in range(settings.replica_steps):
+        param.grad = torch.randn(shape, generator=generator).to(candidate.dtype)
+        optimizer.step()
+    return param.detach()
+
+
+def step_times(settings: Settings) -> dict[str, Any]:
+    """Medians over repetitions in which all candidates take turns; nanoseconds per parameter."""
+    runs, times = dict[str, torch.optim.Optimizer](), dict[str, list[float]]()
+    for case in cases(settings)[:-1]:
+        candidate = BY_CASE[case]
+        if candidate.copied or case in REFERENCES.keys() - {FP32_CASE}:
+            continue
+        params = [Parameter(torch.randn(shape).mul_(0.02).to(candidate.dtype)) for shape in memory.SHAPES]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        runs[case], times[case] = candidate.build(params, **settings.adamw()), []
+    for _ in range(settings.repetitions + 2):
+        for case, optimizer in runs.items():
+            start = time.perf_counter()
+            optimizer.step()
+            times[case].append(time.perf_counter() - start)
+    count = sum(rows * columns for rows, columns in memory.SHAPES)
+    return {"times": {case: 1e9 * statistics.median(found[2:]) / count for case, found in times.items()}}
+
+
+def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How far the weights of each case are from FP32's, relative to their norm; of each seed."""
+    distances = {}
+    for case in results:
+        paths = [work.path(name, "npy") for name in (case, FP32_CASE)]
+        if case not in (FP32_CASE, STEP_TIME) and all(path.exists() for path in paths):
+            weights, exact = map(np.load, paths)
+            distances[case] = (np.linalg.norm(weights - exact, axis=1) / np.linalg.norm(exact, axis=1)).tolist()
+    return {"distance": distances}
+
+
+def section(record: dict[str, Any]) -> Section:
+    """All optimizers in the order of their losses; in each column, the best of those that are no reference is bold."""
+    settings, results = record["settings"], {case: record["cases"][case] for case in BY_CASE if case in record["cases"]}
+    times = record["cases"].get(STEP_TIME, {"times": {}})["times"]
+    distance = record["compared"].get("distance", {})
+    differences = {case: paired(found["loss"], results[FP32_CASE]["loss"]) for case, found in results.items()}
+    order = sorted(results, key=lambda case: differences[case].mean)
+    columns: list[tuple[str, dict[str, float], Callable[[float], str]]] = [
+        ("loss − FP32's", {case: found.mean for case, found in differences.items()}, "{:+.4f}".format),
+        ("distance of weights", {case: float(np.mean(each)) for case, each in distance.items()}, "{:.1%}".format),
+        ("bytes per parameter", {case: found["bytes"] for case, found in results.items()}, "{:.2f}".format),
+        ("step, ns per parameter", times, "{:.1f}".format),
+        ("two replicas", {case: found["apart"] for case, found in results.items()}, _apart),
+    ]
+    ranked = [case for case in order if case not in REFERENCES]
+    table = [[BY_CASE[case].name] for case in order]
+    for _, values, cell in columns:
+        best = cell(min((values[case] for case in ranked if case in values), default=math.nan))
+        for case, line in zip(order, table, strict=True):
+            shown = cell(values[case]) if case in values else "–"
+            line.append(f"**{shown}**" if shown == best and case in ranked else shown)
+    rows = [
+        Row(
+            f"{BY_CASE[case].name}: ends where FP32 does",
+            f"{differences[case].mean:+.4f} ± {differences[case].half:.4f}; visible: {differences[case].visible:.4f}",
+            verdict(differences[case], LIMIT),
+        )
+        for case in order
+        if case != FP32_CASE
+    ]
+    shown = markdown_table(["AdamW", *(head for head, _, _ in columns)], table)
+    tables = [f"Sorted by loss:\n\n{shown}", _NOTES]
+    return Section("Other packages on text", _words(settings, results, record["cases"]), rows, tables)
+
+
+_NOTES = """\
+- **Bold**: the best in its column, without torch's rows with FP32 weights.
+- **Distance of weights**: from FP32's after the last step, relative to their norm. The row "changed by a thousandth" \
+shows how far two runs in FP32 part by themselves.
+- **Loss**: below FP32's, it is a gain on this task and at this rate, and no sign of more precise arithmetic. The row \
+"rate 10% larger" shows what larger steps do to FP32.
+- **Bytes per parameter**: weights, gradients and states after the last step, counted on the tensors.
+- **Step**: the optimizer's step alone on this processor, the median of runs that take turns. It says \
+nothing of GPUs. "–": not timed. FlashOptim's package needs a GPU, as does Unsloth's `adamw_flash`, which is \
+FlashOptim's with other options (as of Unsloth 2026.10.9); these rows are the published algorithm, written again in \
+torch operations.
+- **Two replicas**: of equal weights, after equal gradients, with torch seeded by the rank. Packages that take random \
+bits from torch's generator keep replicas equal only if all ranks have the same seed and draw the same numbers."""
+
+
+def _apart(share: float) -> str:
+    return f"{share:.0%} of weights differ" if share else "equal"
+
+
+def _words(settings: dict[str, Any], results: dict[str, Any], recorded: dict[str, Any]) -> str:
+    versions = results[FP32_CASE]["versions"]
+    for found in recorded.values():
+        versions = versions | {name: each for name, each in found["versions"].items() if each != "not installed"}
+    missing = [
+        f"Not measured: {candidate.name}"
+        + (f"; {candidate.package} is not installed." if versions.get(candidate.package) == "not installed" else ".")
+        for case, candidate in BY_CASE.items()
+        if case not in results
+    ]
+    packages = ", ".join(f"{name} {each}" for name, each in versions.items() if each != "not installed")
+    words = (
+        f"Every optimizer trains the same {settings['seeds']} models of {Shape(**settings['shape']).parameters():,} "
+        f"parameters on the same bytes for {settings['steps']:,} steps at a constant rate of {settings['lr']}, with "
+        f"β₂ = {settings['beta2']} and decay {settings['weight_decay']}. FP32 ends at a validation loss of "
+        f"{np.mean(results[FP32_CASE]['loss']):.4f} nats per byte; a difference below {LIMIT} is called equal. "
+        f"torchao and HeavyBall {'compile their step' if results[FP32_CASE]['compiles'] else 'run uncompiled'}. "
+        f"Versions: {packages}."
+    )
+    return " ".join([words, *missing])
+
+
+_SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
+EXPERIMENT = Experiment("peers", _SIZES, cases, needs, run, compare, section)
