@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.evidence import (
     __doc__,
+    applications,
     halting,
     harness,
     learning_rates,
@@ -23,7 +24,7 @@ from benchmarks.evidence import (
     steps,
 )
 
-_MODULES = (steps, scale, learning_rates, states, peers_on_text, shared_bits, halting)
+_MODULES = (steps, scale, learning_rates, states, applications, peers_on_text, shared_bits, halting)
 EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}
 
 

@@ -14,38 +14,52 @@ import hf_lowprec
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train with AdamW.
+    """A way to train.
 
     Attributes:
         label: for tables and plots.
-        rounding: that of `hf_lowprec.AdamW`; None means torch's AdamW.
+        rounding: that of this package's optimizer; None means torch's.
         weights: the dtype to which the whole model is converted, if the optimizer is torch's.
         autocast: whether forward and loss run under autocast to BF16.
-        options: further arguments of `hf_lowprec.AdamW`.
+        rounds_updates: whether FP32 weights are rounded to the nearest BF16 number after each step, and nothing else.
+        options: further arguments of this package's optimizer.
     """
 
     label: str
     rounding: str | None = None
     weights: torch.dtype = torch.float32
     autocast: bool = False
+    rounds_updates: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def optimizer(self, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, algorithm: str = "AdamW", **settings: Any) -> torch.optim.Optimizer:
         """Cast `model` in place, and build its optimizer.
 
         Args:
             model: in FP32.
-            settings: `lr`, `betas`, `weight_decay`.
+            algorithm: the name of a class of `torch.optim` and of this package.
+            settings: its arguments.
         """
         if self.rounding is None:
             model.to(self.weights)
-            return torch.optim.AdamW(model.parameters(), fused=True, **settings)
+            # torch 2.13's fused SGD leaves BF16 weights on a CPU as they are.
+            built = getattr(torch.optim, algorithm)(model.parameters(), fused=algorithm == "AdamW", **settings)
+            if self.rounds_updates:
+                built.register_step_post_hook(_round)
+            return built
         hf_lowprec.cast_model(model, keep_low_bits=self.rounding != "stochastic")
-        return hf_lowprec.AdamW(model.parameters(), rounding=self.rounding, **settings, **self.options)
+        return getattr(hf_lowprec, algorithm)(model.parameters(), rounding=self.rounding, **settings, **self.options)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+
+
+@torch.no_grad()
+def _round(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.copy_(param.bfloat16())
 
 
 INT8 = {"state_dtype": torch.int8}
@@ -53,6 +67,7 @@ MODES = {
     "fp32": Mode("FP32"),
     "autocast": Mode("FP32 weights, autocast", autocast=True),
     "nearest": Mode("BF16, rounded to nearest (torch)", weights=torch.bfloat16),
+    "rounded": Mode("FP32, weights rounded to BF16 after each step", rounds_updates=True),
     "split": Mode("split", "split"),
     "split-int8": Mode("split, 8-bit states", "split", options=INT8),
     "kahan": Mode("Kahan", "kahan"),

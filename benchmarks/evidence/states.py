@@ -74,7 +74,8 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     def rate(step: int) -> float:
         return settings.lr * (1 - step / settings.steps)
 
-    training = Training(work, case, WAYS[way], model, sequences, rate, beta2=float(beta2))
+    options = {"betas": (0.9, float(beta2)), "weight_decay": 0.1}
+    training = Training(work, case, WAYS[way], model, sequences, rate, options)
     training.load(case)
     return {"points": training.run(settings.steps), "text": data.checksum}
 

@@ -109,7 +109,8 @@ def of_mode(name: str, settings: Settings, work: Workspace, case: str, *data: An
     if name == PERTURBED:
         perturb(model, seeds)
     mode = MODES["fp32" if name == PERTURBED else name]
-    return Training(work, case, mode, model, *data, **options, beta2=settings.beta2, weight_decay=settings.weight_decay)
+    adamw = {"betas": (0.9, settings.beta2), "weight_decay": settings.weight_decay}
+    return Training(work, case, mode, model, *data, **options, options=adamw)
 
 
 def variance_of_rounding(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:

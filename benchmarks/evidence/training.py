@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.evidence.harness import Workspace
 from benchmarks.evidence.modes import Mode
-from benchmarks.evidence.replicas import Replicas
-from benchmarks.evidence.text import Sequences
 
 
 @dataclass
 class Training:
-    """Training of `model` in a mode, with AdamW and a rate for each step.
+    """Training of `model` in a mode, with a rate for each step.
 
     Attributes:
         work: of the experiment.
         case: the name of checkpoints.
         mode: the way to train.
-        model: in FP32; the optimizer of `mode` casts it.
-        sequences: of each step.
+        model: a module of several seeds in FP32, which `mode` casts; `losses(batch)` gives the loss of each.
+        batches: data of all seeds, with `of_step(step)` and `validation()`.
         rate: gives the learning rate of a step.
-        beta2: AdamW's second beta.
-        weight_decay: AdamW's, of all parameters.
+        options: of the optimizer, see `Mode.optimizer`.
     """
 
     work: Workspace
     case: str
     mode: Mode
-    model: Replicas
-    sequences: Sequences
+    model: Any
+    batches: Any
     rate: Callable[[int], float]
-    beta2: float = 0.999
-    weight_decay: float = 0.1
+    options: dict[str, Any] = field(default_factory=lambda: {"weight_decay": 0.1})
 
     def __post_init__(self) -> None:
-        settings = {"lr": self.rate(0), "betas": (0.9, self.beta2), "weight_decay": self.weight_decay}
-        self.optimizer = self.mode.optimizer(self.model, **settings)
+        self.optimizer = self.mode.optimizer(self.model, lr=self.rate(0), **self.options)
         self.step, self.points = 0, list[dict[str, Any]]()
 
     def load(self, case: str) -> bool:
@@ -69,7 +64,7 @@ class Training:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(self.step)
             with self.mode.precision():
-                losses = self.model.losses(self.sequences.of_step(self.step))
+                losses = self.model.losses(self.batches.of_step(self.step))
             losses.sum().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -87,6 +82,6 @@ class Training:
 
     @torch.no_grad()
     def validation(self) -> torch.Tensor:
-        """The loss of each seed on sequences that are held out."""
+        """The loss of each seed on what is held out."""
         with self.mode.precision():
-            return self.model.losses(self.sequences.validation())
+            return self.model.losses(self.batches.validation())
