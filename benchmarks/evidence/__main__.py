@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence import __doc__, halting, harness, learning_rates, page, shared_bits, steps
+from benchmarks.evidence import __doc__, halting, harness, learning_rates, page, reinforcement, shared_bits, steps
 
-EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (halting, steps, learning_rates, shared_bits)}
+_MODULES = (halting, steps, learning_rates, shared_bits, reinforcement)
+EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}
 
 
 def main() -> None:
