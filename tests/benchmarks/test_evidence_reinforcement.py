@@ -1,5 +1,7 @@
 """The reinforcement learning of the evidence: its reward, its modes, its arithmetic, and that seeds fix it."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,11 +10,19 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 import hf_lowprec
-from benchmarks.evidence import reinforcement, sums
-from benchmarks.evidence.harness import Workspace
+from benchmarks.evidence import harness, page, reinforcement, sums
 
 SETTINGS = reinforcement.Settings(
-    seeds=1, rates=(1e-3,), steps=2, records=(1, 2), first_steps=5, completions=8, group=4, stale=2, width=32, layers=1
+    seeds=1,
+    rates=(1e-3,),
+    steps=2,
+    records=(1, 2),
+    first_steps=100,
+    completions=64,
+    group=8,
+    stale=2,
+    width=64,
+    layers=1,
 )
 BF16, FP32 = torch.bfloat16, torch.float32
 MODES = {
@@ -66,6 +76,12 @@ def test_progress_is_counted_in_steps_of_fp32():
     assert reinforcement.equivalent_steps(curve, curve) == 1
 
 
+def test_kept_updates_are_summed_over_all_steps():
+    """Squares of 4, 3, 2 at steps 1 to 3, of which 1, 1, 1 are kept."""
+    points = [{"step": 0}, {"step": 1, "kept": 1.0, "square": 4.0}, {"step": 3, "kept": 1.0, "square": 2.0}]
+    assert reinforcement.kept_in_run(points) == pytest.approx(3 / 9)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_has_the_optimizer_and_dtypes_that_it_says(mode):
     cls, rounding, matrices, norms = MODES[mode]
@@ -79,11 +95,18 @@ def test_a_mode_has_the_optimizer_and_dtypes_that_it_says(mode):
     assert (trainer.accelerator.mixed_precision == "bf16") == (mode == "autocast")
 
 
-def test_a_seed_gives_the_same_result_again(tmp_path):
-    work = Workspace(tmp_path, lambda line: None, None)
-    first = reinforcement.run(reinforcement.START, SETTINGS, work)
-    assert first["doctor"].keys() == {"0.001"}
-    for case in ("sr 0.001", "nearest 0.0003 stale"):
-        found = [reinforcement.run(case, SETTINGS, work) for _ in range(2)]
-        assert found[0] == found[1]
-        assert [point["step"] for point in found[0]["points"][0]] == [0, 1, 2]
+def test_seeds_fix_the_record_and_the_page_is_made_of_it(tmp_path, monkeypatch):
+    modes = {mode: reinforcement.ARGUMENTS[mode] for mode in ("fp32", "nearest", "sr")}  # the others take time
+    monkeypatch.setattr(reinforcement, "ARGUMENTS", modes)
+    settings = dataclasses.replace(SETTINGS, seeds=2)
+    experiment = dataclasses.replace(reinforcement.EXPERIMENT, settings={"hour": settings})
+    found = harness.run(experiment, "hour", None, tmp_path / "a")
+    assert set(found["cases"]) == set(reinforcement.cases(settings))
+    again = harness.run(experiment, "hour", ["sr 0.001", "nearest 0.0003 stale"], tmp_path / "b")["cases"]
+    assert set(again) == {reinforcement.START, "sr 0.001", "nearest 0.0003 stale"}
+    assert all(result.get("points") == found["cases"][case].get("points") for case, result in again.items())
+    for points in found["cases"]["sr 0.001"]["points"]:
+        assert len({point["reward"] for point in points}) == len(points), "nothing was learned"
+    written = experiment.section(found)
+    assert len(written.rows) == len(modes) - 1 + 3 + 1  # modes, reports of others, the doctor at one rate
+    assert "`adamw_bf16_" in page.section(written, found)
