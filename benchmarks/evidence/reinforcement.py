@@ -35,6 +35,8 @@ from hf_lowprec.tools.doctor.prediction import Prediction, count_weights, predic
 from hf_lowprec.tools.doctor.update_sizes import ALL, SAMPLE
 
 START, STALE = "start", "stale"
+FIRST_SEED = 100
+"""The trials that fixed settings and limits had lower ones."""
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False},
     "autocast": {"bf16": True},
@@ -195,7 +197,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     if case == START:
         trained = []
         for seed in range(settings.seeds):
-            torch.manual_seed(seed)
+            torch.manual_seed(FIRST_SEED + seed)
             trained.append(llama(settings.width, settings.layers))
             train(trained[-1], settings.first_steps)
         work.save(START, [model.state_dict() for model in trained])
@@ -210,7 +212,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     for seed, weights in enumerate(work.load(START)):
         model = llama(settings.width, settings.layers)
         model.load_state_dict(weights)
-        trains, watch = trainer(case, settings, model, seed)
+        trains, watch = trainer(case, settings, model, FIRST_SEED + seed)
         trains.train()
         points.append(watch.points)
         if watch.mode == "nearest":
