@@ -10,27 +10,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence import (
-    __doc__,
-    applications,
-    halting,
-    harness,
-    learning_rates,
-    page,
-    peers_on_text,
-    scale,
-    shared_bits,
-    states,
-    steps,
-)
-
-_MODULES = (steps, scale, learning_rates, states, applications, peers_on_text, shared_bits, halting)
-EXPERIMENTS = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}
+from benchmarks.evidence import EXPERIMENTS, __doc__, experiment, harness, page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"experiments ({', '.join(EXPERIMENTS)}); default all")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        choices=[*EXPERIMENTS, []],
+        help=f"experiments ({', '.join(EXPERIMENTS)}); default all",
+    )
     size = parser.add_mutually_exclusive_group()
     for each, help in zip(harness.SIZES[1:], ("what fits into a night", "for days on a real machine"), strict=True):
         size.add_argument(f"--{each}", dest="size", action="store_const", const=each, help=f"settings: {help}")
@@ -41,15 +32,18 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, help="a folder of records and checkpoints, to run again what is in the repository's"
     )
-    parser.add_argument("--data-dir", type=Path, help="a folder of text files; default: the standard library")
+    parser.add_argument("--data-dir", type=Path, help="a folder of text files, and of arrays for `applications`")
     options = parser.parse_args()
+    if unknown := set(options.names) - set(EXPERIMENTS):
+        parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose from {', '.join(EXPERIMENTS)}")
     torch.set_num_threads(options.threads)
     command = [sys.executable, "-m", "benchmarks.evidence", *sys.argv[1:], "--processes=1"]  # the last one counts
     others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(options.processes - 1)]
     cases = options.cases.split(",") if options.cases else None
     for name in options.names or EXPERIMENTS:
-        record = harness.run(EXPERIMENTS[name], options.size, cases, options.output, options.data_dir)
-        print(page.section(EXPERIMENTS[name].section(record), record), flush=True)
+        found = experiment(name)
+        record = harness.run(found, options.size, cases, options.output, options.data_dir)
+        print(page.section(found.section(record), record), flush=True)
     for other in others:
         other.wait()
 

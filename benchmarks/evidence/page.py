@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.evidence import EXPERIMENTS, experiment
 from benchmarks.evidence.harness import RESULTS, SIZES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
@@ -88,14 +89,12 @@ def section(found: Section, record: dict[str, Any]) -> str:
 
 def page() -> str:
     """The whole page."""
-    from benchmarks.evidence.__main__ import EXPERIMENTS
-
     parts = [_HEAD.rstrip()]
-    for name, experiment in EXPERIMENTS.items():
+    for name in EXPERIMENTS:
         recorded = [path for size in SIZES if (path := RESULTS / f"{name}-{size}.json").exists()]
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
-            parts.append(section(experiment.section(record), record))
+            parts.append(section(experiment(name).section(record), record))
     return "\n\n".join(parts) + "\n"
 
 

@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("scipy")
 
-from benchmarks.evidence import harness, page, scale, steps, text
-from benchmarks.evidence.__main__ import EXPERIMENTS
+from benchmarks.evidence import EXPERIMENTS, experiment, harness, page, scale, steps, text
 from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import growth, paired, verdict
@@ -24,10 +23,10 @@ SETTINGS = steps.Settings(modes=("fp32", "sr", "split-int8"), steps=12, records=
 def record(tmp_path, monkeypatch):
     """Runs the experiment in a folder of that name; returns the record without times."""
     monkeypatch.setattr(harness, "CHECKPOINT_EVERY", 0)
-    experiment = dataclasses.replace(steps.EXPERIMENT, settings={"hour": SETTINGS})
+    small = dataclasses.replace(steps.EXPERIMENT, settings={"hour": SETTINGS})
 
     def run(folder, *cases):
-        found = harness.run(experiment, "night", [*cases] or None, tmp_path / folder)
+        found = harness.run(small, "night", [*cases] or None, tmp_path / folder)
         assert found == json.loads((tmp_path / folder / "steps-hour.json").read_text())
         for case in found["cases"].values():
             del case["seconds"]
@@ -163,11 +162,11 @@ def test_a_line_through_sizes_is_continued():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_size_without_settings_is_the_one_before(name):
-    experiment = EXPERIMENTS[name]
+    found = experiment(name)
+    assert found.name == name and found.size("hour") == "hour"
     for size in harness.SIZES:
-        found = experiment.size(size)
-        assert found in experiment.settings and (found == size or size not in experiment.settings)
-    assert experiment.size("hour") == "hour"
+        taken = found.size(size)
+        assert taken in found.settings and (taken == size or size not in found.settings)
 
 
 def test_the_page_is_that_of_the_records():

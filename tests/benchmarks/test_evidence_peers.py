@@ -7,18 +7,18 @@ import pytest
 pytest.importorskip("scipy")
 pytest.importorskip("datasets")
 
-from benchmarks.evidence import harness, peers_on_text
+from benchmarks.evidence import harness, peers
 from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.peers import memory, optimizers
 
 SHAPE = Shape(width=32, layers=1, length=32)
-SETTINGS = peers_on_text.Settings(seeds=2, steps=9, shape=SHAPE, replica_steps=2, repetitions=1)
+SETTINGS = peers.Settings(seeds=2, steps=9, shape=SHAPE, replica_steps=2, repetitions=1)
 SPLIT, FLASH = "hf-lowprec-adamw-split-bf16-states", "flashoptim-adamw-24-bits"
 SR, OPTIMI = "hf-lowprec-adamw-stochastic-8-bit-states", "optimi-adamw-kahan-bf16-states"
 
 
 def measured(case, folder):
-    return peers_on_text.run(case, SETTINGS, harness.Workspace(folder, lambda line: None, None))
+    return peers.run(case, SETTINGS, harness.Workspace(folder, lambda line: None, None))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_bytes_are_those_counted_by_hand(case, of_weights, of_norms, of_steps, t
     assert measured(case, tmp_path)["bytes"] == pytest.approx(both / SETTINGS.seeds / SHAPE.parameters(), rel=1e-12)
 
 
-@pytest.mark.parametrize("case", [peers_on_text.FP32_CASE, SR, FLASH])
+@pytest.mark.parametrize("case", [peers.FP32_CASE, SR, FLASH])
 def test_runs_are_equal_again_and_after_an_interruption(case, tmp_path, monkeypatch):
     whole, save = measured(case, tmp_path / "whole"), harness.Workspace.save
 
@@ -55,8 +55,8 @@ def test_a_missing_package_is_named_and_its_record_stays(tmp_path, monkeypatch, 
     monkeypatch.setattr(memory, "SHAPES", ((64, 64),))
     installed = optimizers.is_installed
     monkeypatch.setattr(optimizers, "is_installed", lambda package: package == "torch-optimi" and installed(package))
-    experiment = dataclasses.replace(peers_on_text.EXPERIMENT, settings={"hour": SETTINGS})
-    cases = [peers_on_text.FP32_CASE, OPTIMI, peers_on_text.STEP_TIME]
+    experiment = dataclasses.replace(peers.EXPERIMENT, settings={"hour": SETTINGS})
+    cases = [peers.FP32_CASE, OPTIMI, peers.STEP_TIME]
     first = harness.run(experiment, "hour", cases, tmp_path)
     assert list(first["cases"]) == cases
     assert len(first["compared"]["distance"][OPTIMI]) == SETTINGS.seeds
@@ -70,7 +70,7 @@ def test_a_missing_package_is_named_and_its_record_stays(tmp_path, monkeypatch, 
     assert "| optimi AdamW, Kahan, BF16 states |" in section.tables[0]
 
 
-@pytest.mark.parametrize("settings", peers_on_text.EXPERIMENT.settings.values())
+@pytest.mark.parametrize("settings", peers.EXPERIMENT.settings.values())
 def test_no_block_of_8_bit_states_belongs_to_two_seeds(settings):
     for name, param in Replicas([0], settings.shape).named_parameters():
         assert param.numel() % (32 if "norm" in name else 256) == 0

@@ -1,0 +1,350 @@
+"""Reinforcement learning at a learning rate of 1e-6: who learns, and does the doctor know beforehand?
+
+A small Llama learns in FP32 to add two digits from labels of which half are random, so that it is right half of the
+time. TRL's stock GRPOTrainer then rewards right answers, at a constant rate. The reward that the policy can expect is
+computed exactly, from the probabilities of all right answers. An update moves a weight by at most about the rate, which
+suffices in a model of this width: all weights move together.
+
+Reported so far: BF16 weights learn less (verl issue 5308, at 1e-6; NeMo-RL issue 2322; in supervised training at 6e-7,
+torchtune issue 2254). FP32 weights become unstable where BF16 weights lose updates and do not (AReaL pull request 1634,
+at 1.7e-5; NeMo-RL pull request 19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from tempfile import gettempdir
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback
+
+from benchmarks.evidence.harness import Experiment, Workspace
+from benchmarks.evidence.modes import MODES
+from benchmarks.evidence.page import Row, Section, markdown_table
+from benchmarks.evidence.statistics import Paired, paired, verdict
+from benchmarks.evidence.sums import ANSWER, answer_losses, llama, reward, sums, tokenizer, tokens, train
+from hf_lowprec import LowPrecisionCallback
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
+from hf_lowprec.tools.doctor.advice import MUCH_NOISE, recommend
+from hf_lowprec.tools.doctor.planned_run import plan_run
+from hf_lowprec.tools.doctor.prediction import Prediction, count_weights, predict_rounding
+from hf_lowprec.tools.doctor.update_sizes import ALL, SAMPLE
+
+START, STALE = "start", "stale"
+FIRST_SEED = 100
+"""The trials that fixed settings and limits had lower ones."""
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "fp32": {"bf16": False},
+    "autocast": {"bf16": True},
+    "nearest": {"bf16": False},
+    **{mode: {"optim": f"adamw_bf16_{mode}"} for mode in ("sr", "kahan", "split")},
+}
+"""Of GRPOConfig, as a user sets them; its default optimizer is torch's AdamW."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the training runs.
+
+    Attributes:
+        seeds: how many, each with weights, prompts and samples of its own.
+        rates: constant rates, ascending.
+        probe: a rate at which training becomes unstable if it repeats `stale` steps' completions.
+        stale: steps that train on completions of the same policy, in the runs at `probe`.
+        steps: of GRPO at each rate.
+        records: steps after which the policy is looked at.
+        first_steps: of supervised training, with 128 sums each, at a rate that falls from 1e-3 to zero.
+        completions: per step.
+        group: completions of the same prompt.
+        width: elements of a hidden state.
+        layers: of the model.
+    """
+
+    seeds: int = 5
+    rates: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
+    probe: float = 3e-4
+    stale: int = 16
+    steps: int = 250
+    records: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 150, 200, 250)
+    first_steps: int = 200
+    completions: int = 64
+    group: int = 8
+    width: int = 512
+    layers: int = 2
+
+
+HOUR = Settings(seeds=3, rates=(1e-6, 1e-5), steps=100, records=(1, 2, 5, 10, 20, 50, 100))
+FULL = Settings(
+    seeds=10, steps=1000, records=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000), first_steps=500, width=1024, layers=4
+)
+
+
+def cases(settings: Settings) -> list[str]:
+    """The first weights, then every mode at every rate."""
+    rates = [*(f"{rate:g}" for rate in settings.rates), f"{settings.probe:g} {STALE}"]
+    return [START, *(f"{mode} {rate}" for rate in rates for mode in ARGUMENTS)]
+
+
+def needs(case: str) -> list[str]:
+    """GRPO begins with weights that were trained."""
+    return [] if case == START else [START]
+
+
+def updates(param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """What the last step of torch's AdamW without decay had to subtract from `param`, from its moments; FP32."""
+    group, state = optimizer.param_groups[0], optimizer.state[param]
+    first, second = (
+        state[name].float() / (1 - beta ** float(state["step"]))
+        for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+    )
+    return group["lr"] * first / (second.sqrt() + group["eps"])
+
+
+def stored(model: nn.Module) -> list[Tensor]:
+    """Copies of the weights, rounded to BF16 as an inference engine gets them."""
+    return [param.detach().to(torch.bfloat16, copy=True) for param in model.parameters()]
+
+
+class Watch(TrainerCallback):
+    """Looks at the policy before the first step and after each recorded one.
+
+    Args:
+        mode: of the run.
+        records: the steps.
+    """
+
+    def __init__(self, mode: str, records: tuple[int, ...]) -> None:
+        self.mode, self.records, self.right = mode, records, tokens()
+        self.points: list[dict[str, float]] = []
+        self.directions = torch.empty(0)
+
+    @torch.no_grad()
+    def log_probabilities(self, model: nn.Module) -> Tensor:
+        """Of the right answers."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.mode == "autocast"):
+            return -answer_losses(model, self.right)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        self.points.append({"step": 0, "reward": float(self.log_probabilities(model).exp().mean())})
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        if state.global_step + 1 in self.records:
+            self.before = stored(model)
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **_: Any) -> None:
+        if state.global_step not in self.records:
+            return
+        found, after = self.log_probabilities(model), stored(model)
+        point = {"step": state.global_step, "reward": float(found.exp().mean())}
+        changed = sum(int((a != b).sum()) for a, b in zip(after, self.before, strict=True))
+        point["changed"] = changed / sum(weight.numel() for weight in after)
+        if self.mode == "nearest":
+            exact = [-updates(param, getattr(optimizer, "optimizer", optimizer)) for param in model.parameters()]
+            moved = [a.float() - b.float() for a, b in zip(after, self.before, strict=True)]
+            point["square"] = sum(float(u.square().sum()) for u in exact)
+            point["kept"] = sum(float((u * d).sum()) for u, d in zip(exact, moved, strict=True))
+            every = torch.cat([u.flatten() for u in exact]) / args.learning_rate
+            self.directions = every[:: len(every) // SAMPLE]
+        if state.global_step == self.records[-1]:
+            engine = type(model)(model.config).to(torch.bfloat16)
+            engine.load_state_dict(model.state_dict())
+            point["disagreement"] = float((-answer_losses(engine, self.right) - found).abs().mean())
+        self.points.append(point)
+
+
+def trainer(case: str, settings: Settings, model: LlamaForCausalLM, seed: int) -> tuple[Any, Watch]:
+    """TRL's GRPOTrainer as a user builds it; it casts `model` for the optimizers of this package."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    mode, rate, *stale = case.split()
+    args = GRPOConfig(
+        gettempdir(), learning_rate=float(rate), lr_scheduler_type="constant", max_steps=settings.steps, seed=seed,
+        per_device_train_batch_size=settings.completions, num_generations=settings.group, max_completion_length=ANSWER,
+        steps_per_generation=settings.stale if stale else 1, gradient_checkpointing=False, use_cpu=True,
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True, log_level="error",
+        **ARGUMENTS[mode],
+    )  # fmt: skip
+    watch = Watch(mode, settings.records)
+    rows = Dataset.from_list(sums() * settings.completions)  # more than one generation takes
+    built = GRPOTrainer(
+        model.to(torch.bfloat16) if mode == "nearest" else model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        callbacks=[watch, *([LowPrecisionCallback(report=False)] if "optim" in ARGUMENTS[mode] else [])],
+    )
+    built.remove_callback(PrinterCallback)
+    return built, watch
+
+
+def prediction(model: nn.Module, rate: float, steps: int, directions: Tensor | None = None) -> Prediction:
+    """The doctor's, for torch's AdamW in BF16; from the rate and the weights alone, or also from Adam's moments."""
+    weights = dict(model.named_parameters())
+    tensors = StoredTensors({n: TensorInfo(w.shape, w.dtype) for n, w in weights.items()}, weights.__getitem__)
+    planned = plan_run("adamw_torch_fused", None, rate, "constant", None, 0, steps, 0.0, (None, None))
+    return predict_rounding(count_weights(tensors), planned, None if directions is None else {ALL: directions})
+
+
+def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
+    """Supervised training, or GRPO with all seeds one after another; returns what was seen at each recorded step."""
+    if case == START:
+        trained = []
+        for seed in range(settings.seeds):
+            torch.manual_seed(FIRST_SEED + seed)
+            trained.append(llama(settings.width, settings.layers))
+            train(trained[-1], settings.first_steps)
+        work.save(START, [model.state_dict() for model in trained])
+        advice = {}
+        for rate in settings.rates:
+            found = prediction(trained[0], rate, settings.steps)
+            nearest, stochastic = (found.by_mode[mode][ALL] for mode in ("nearest", "stochastic"))
+            said = {"kept": 1 - nearest.lost_in_run, "noise": stochastic.noise, "advice": recommend(found).optim}
+            advice[f"{rate:g}"] = said
+        return {"doctor": advice, "parameters": trained[0].num_parameters()}
+    points, from_moments = [], []
+    for seed, weights in enumerate(work.load(START)):
+        model = llama(settings.width, settings.layers)
+        model.load_state_dict(weights)
+        trains, watch = trainer(case, settings, model, FIRST_SEED + seed)
+        trains.train()
+        points.append(watch.points)
+        if watch.mode == "nearest":
+            seen = prediction(model, trains.args.learning_rate, settings.steps, watch.directions)
+            from_moments.append(1 - seen.by_mode["nearest"][ALL].lost[-1])
+    ends = [each[-1]["reward"] for each in points]
+    work.progress(f"{case}: reward {np.mean(ends):.4f} ± {np.std(ends):.4f}")
+    return {"points": points, **({"kept_by_moments": from_moments} if from_moments else {})}
+
+
+LIMIT = 0.1
+"""Of the reward that FP32 gains: differences below are called equal."""
+HARDLY = 0.5
+"""A mode hardly learns if it makes less than this share of FP32's gain."""
+KEPT_LIMIT = 0.05
+"""The doctor is right if the share of updates that it expects to be kept is this close to the measured one."""
+SAME_WEIGHTS = 0.98
+"""Of unchanged weights, for the published "approximately 99%" to hold."""
+
+
+def equivalent_steps(points: list[dict[str, float]], reference: list[dict[str, float]]) -> float:
+    """The share of its steps after which `reference` had gained the reward that `points` gains in all of its steps."""
+    gained = points[-1]["reward"] - points[0]["reward"]
+    curve = np.maximum.accumulate([point["reward"] - reference[0]["reward"] for point in reference])
+    return float(np.interp(gained, curve, [point["step"] for point in reference])) / reference[-1]["step"]
+
+
+def kept_in_run(points: list[dict[str, float]]) -> float:
+    """The share of all updates that were kept; between recorded steps, the sums over weights are interpolated."""
+    steps = [point["step"] for point in points[1:]]
+    every = np.arange(1, steps[-1] + 1)
+    kept, square = (np.interp(every, steps, [p[name] for p in points[1:]]).sum() for name in ("kept", "square"))
+    return float(kept / square)
+
+
+def section(record: dict[str, Any]) -> Section:
+    """Who earns FP32's reward, what is published, and whether the doctor's formula is right."""
+    results, settings, steps = record["cases"], record["settings"], record["settings"]["steps"]
+    probe = f"{settings['probe']:g} {STALE}"
+    named = [*(f"{rate:g}" for rate in settings["rates"]), probe]
+    done = [rate for rate in named if all(f"{mode} {rate}" in results for mode in ARGUMENTS)]
+    if not done:
+        return Section("Reinforcement learning", "No rate has the results of all modes yet.", [], [])
+    small, rates = done[0], [rate for rate in done if rate != probe]
+
+    def seen(mode: str, rate: str, name: str = "reward", at: int = -1) -> np.ndarray:
+        """Of each seed. Where rewards fluctuate, that at the end is the mean over the second half of the run."""
+        points = results[f"{mode} {rate}"]["points"]
+        if (rate, name, at) == (probe, "reward", -1):
+            return np.array([np.mean([p[name] for p in of_seed if 2 * p["step"] >= steps]) for of_seed in points])
+        return np.array([of_seed[at][name] for of_seed in points])
+
+    def compared(mode: str, rate: str) -> tuple[Paired, str]:
+        """With FP32, and the verdict."""
+        values, reference = seen(mode, rate), seen("fp32", rate)
+        limit = LIMIT * abs((reference - seen("fp32", rate, at=0)).mean())
+        return paired(values, reference), verdict(paired(-values, -reference), limit)  # "worse": less reward
+
+    def reward_row(claim: str, mode: str, rate: str, holds: str = "", *source: str) -> Row:
+        """The verdict on the difference from FP32; or whether a claim holds that expects the verdict `holds`."""
+        found, word = compared(mode, rate)
+        measured = f"{found.mean:+.4f} ± {found.half:.4f}; visible: {found.visible:.4f}"
+        if holds and word != "undecided":
+            word = "yes" if word == holds else "no"
+        return Row(claim, measured, word, *source)
+
+    rows, doctor, the_doctor = list[Row](), list[list[str]](), "`hf-lowprec doctor`, before the run"
+    for mode in [mode for mode in ARGUMENTS if mode != "fp32"]:
+        claim = f"{MODES[mode].label}: as much reward as FP32, at a rate of {small}"
+        rows.append(reward_row(claim, mode, small))
+    gains = [(seen(mode, small) - seen(mode, small, at=0)).mean() for mode in ("nearest", "fp32")]
+    share, same = gains[0] / gains[1], 1 - seen("fp32", small, "changed").mean()
+    claim = f"BF16 weights that are rounded to nearest hardly learn at a rate of {small}"
+    word, says = "yes" if share < HARDLY else "no", "full training of BF16 weights at 1e-6 ends far below LoRA"
+    rows.append(Row(claim, f"{share:.1%} of FP32's gain", word, "verl issue 5308", says))
+    claim = f"few weights change in a step at a rate of {small}, once FP32 weights are rounded to BF16"
+    word = "yes" if same > SAME_WEIGHTS else "no"
+    rows.append(Row(claim, f"{same:.1%} stay the same", word, "PULSE, arXiv 2602.03839", "about 99% stay the same"))
+    if probe in done:
+        claim = f"where FP32 becomes unstable, rounding to nearest keeps more reward ({probe})"
+        source = "AReaL pull request 1634", "0.818 against 0.733, at 1.7e-5"
+        rows.append(reward_row(claim, "nearest", probe, "better", *source))
+    for rate in rates:
+        said, case = results[START]["doctor"][rate], results[f"nearest {rate}"]
+        kept = np.array([kept_in_run(points) for points in case["points"]])
+        found = paired(kept, np.full_like(kept, said["kept"]))
+        word = {"equal": "yes", "undecided": "undecided"}.get(verdict(found, KEPT_LIMIT), "no")
+        claim = f"the doctor predicts what rounding to nearest keeps of the updates, at a rate of {rate}"
+        rows.append(Row(claim, f"{kept.mean():.1%} ± {found.half:.1%}", word, the_doctor, f"{said['kept']:.1%}"))
+        if said["noise"] > MUCH_NOISE:
+            claim = f"stochastic rounding falls behind FP32 where the doctor warns of its noise, at a rate of {rate}"
+            source = the_doctor, f"rounding moves weights {said['noise']:.1f} times as far as updates"
+            rows.append(reward_row(claim, "sr", rate, "worse", *source))
+        pairs = zip(case["points"], results[f"fp32 {rate}"]["points"], strict=True)
+        reached = np.mean([equivalent_steps(*pair) for pair in pairs])
+        last = (seen("nearest", rate, "kept") / seen("nearest", rate, "square")).mean()
+        shares = (said["kept"], kept.mean(), reached, np.mean(case["kept_by_moments"]), last)
+        doctor.append([rate, *(f"{share:.1%}" for share in shares), f"{said['noise']:.1f}", f"`{said['advice']}`"])
+
+    def table(cell: Callable[[str, str], str]) -> str:
+        return markdown_table(["", *done], [[MODES[m].label, *(cell(m, rate) for rate in done)] for m in ARGUMENTS])
+
+    def reward_cell(mode: str, rate: str) -> str:
+        found, word = compared(mode, rate)
+        difference = "" if mode == "fp32" else f" ({found.mean:+.3f} ± {found.half:.3f} {word})"
+        return f"{seen(mode, rate).mean():.3f}{difference}"
+
+    before = seen("fp32", small, at=0).mean()
+    text = (
+        f"{results[START]['parameters']:,} parameters learn sums of two digits: in FP32 from labels of which half are "
+        f"random, then in {steps} steps of TRL's GRPOTrainer with {settings['completions']} completions each, at a "
+        f"constant rate. {settings['seeds']} seeds. The reward is the probability of the right answer, on average over "
+        f"all 100 sums: {before:.3f} before GRPO; the limit is {LIMIT:.0%} of FP32's gain. “{STALE}”: "
+        f"{settings['stale']} steps train on completions of the same policy, at a rate that is too large on purpose. "
+        "Rewards fluctuate there and are averaged over the second half of the steps."
+    )
+    kept_heads = ["kept, by the doctor", "kept, measured", "FP32's share of steps"]
+    last_heads = ["last step, by the doctor with Adam's moments", "last step, measured"]
+    heads = ["rate", *kept_heads, *last_heads, "noise of stochastic, by the doctor", "its advice"]
+    tables = [
+        f"Reward after {steps} steps by rate, and its difference from FP32:\n\n{table(reward_cell)}",
+        "BF16 weights that the last step changes; FP32 weights are rounded:\n\n"
+        + table(lambda mode, rate: f"{seen(mode, rate, 'changed').mean():.2%}"),
+        "What rounding to nearest keeps of the updates. With a tenth of them, it should gain what FP32 gains in a "
+        "tenth of its steps. Noise is how far stochastic rounding moves weights, over how far updates do:\n\n"
+        + markdown_table(heads, doctor),
+        "Mean difference between the log-probabilities of right answers of the trained model and of a copy in BF16, "
+        "norms included, in thousandths of a nat:\n\n"
+        + table(lambda mode, rate: f"{1000 * seen(mode, rate, 'disagreement').mean():.1f}"),
+    ]
+    return Section("Reinforcement learning", text, rows, tables)
+
+
+_SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
+EXPERIMENT = Experiment("reinforcement", _SIZES, cases, needs, run, lambda *_: {}, section)
