@@ -19,7 +19,6 @@ def main() -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        choices=[*EXPERIMENTS, []],
         help=f"experiments ({', '.join(EXPERIMENTS)}); default all",
     )
     size = parser.add_mutually_exclusive_group()
