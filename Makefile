@@ -107,7 +107,7 @@ docs: $(STAMP) ## the documentation site, in site/; every warning is an error
 docs-serve: $(STAMP) ## the site on http://127.0.0.1:8000, rebuilt when a file changes
 	@$(BIN)/python -m mkdocs serve $(ARGS)
 
-evidence: $(STAMP) ## what is claimed and what is measured, with ARGS=--full for days on a real machine
+evidence: $(STAMP) ## what is claimed and what is measured, in an hour; ARGS=--night and ARGS=--full take longer
 	$(BIN)/python -m benchmarks.evidence $(ARGS)
 	$(BIN)/python -m benchmarks.evidence.page
 

@@ -25,16 +25,16 @@ def main() -> None:
     for each, help in zip(harness.SIZES[1:], ("what fits into a night", "for days on a real machine"), strict=True):
         size.add_argument(f"--{each}", dest="size", action="store_const", const=each, help=f"settings: {help}")
     parser.set_defaults(size="hour")
-    parser.add_argument("--cases", help="separated by commas; default all")
+    parser.add_argument("--cases", help="patterns, separated by commas; default all")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as processors")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each (default 1)")
-    parser.add_argument(
-        "--output", type=Path, help="a folder of records and checkpoints, to run again what is in the repository's"
-    )
-    parser.add_argument("--data-dir", type=Path, help="a folder of text files, and of arrays for `applications`")
+    parser.add_argument("--output", type=Path, help="a folder of records and checkpoints; default: the repository's")
+    parser.add_argument("--data-dir", type=Path, help="a folder of .txt files, and of .npz files for `applications`")
     options = parser.parse_args()
     if unknown := set(options.names) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose from {', '.join(EXPERIMENTS)}")
+    if options.data_dir and not options.output:
+        parser.error("--data-dir needs --output: the repository's records are of the standard library")
     torch.set_num_threads(options.threads)
     command = [sys.executable, "-m", "benchmarks.evidence", *sys.argv[1:], "--processes=1"]  # the last one counts
     others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(options.processes - 1)]
@@ -42,9 +42,10 @@ def main() -> None:
     for name in options.names or EXPERIMENTS:
         found = experiment(name)
         record = harness.run(found, options.size, cases, options.output, options.data_dir)
-        print(page.section(found.section(record), record), flush=True)
-    for other in others:
-        other.wait()
+        print(page.section(found, record), flush=True)
+    failed = [other.wait() for other in others]
+    if any(failed):
+        raise SystemExit("another process failed, see above")
 
 
 if __name__ == "__main__":

@@ -86,27 +86,33 @@ def section(record: dict[str, Any]) -> Section:
     found = {case: np.array(result["distances"]) for case, result in record["cases"].items()}
     rows, table = [], []
     for rate in rates:
-        kept = int((found[f"nearest-{rate}"] >= bound(rate)).sum())
+        if f"nearest-{rate}" not in found:
+            continue
+        kept = {
+            mode: int((found[f"{mode}-{rate}"] >= bound(rate)).sum()) for mode in MODES if f"{mode}-{rate}" in found
+        }
         rows.append(
             Row(
-                f"rounded to nearest, SGD comes no nearer than the bound, at a rate of {rate}",
-                f"{kept} of {count} problems",
-                "holds" if kept == count else "does not hold",
+                f"rounded to nearest, SGD comes no nearer than {bound(rate):.4f}, at a rate of {rate}",
+                ", ".join(f"{MODES[mode]}: {each}" for mode, each in kept.items()) + f" of {count} problems",
+                "holds" if kept["nearest"] == count else "does not hold",
                 "Zamirai et al., Theorem 1",
-                f"{bound(rate):.4f}",
             )
         )
     for mode, label in MODES.items():
-        table.append([label, *(f"{np.median(found[f'{mode}-{rate}']):.1e}" for rate in rates)])
+        cells = (found.get(f"{mode}-{rate}") for rate in rates)
+        table.append([label, *("–" if cell is None else f"{np.median(cell):.1e}" for cell in cells)])
     rounded = float(np.median(next(iter(record["cases"].values()))["rounded_solution"]))
     table.append(["the solution itself, rounded to BF16", *[f"{rounded:.1e}"] * len(rates)])
     text = (
         f"{count} least-squares problems in {record['settings']['dimensions']} dimensions, "
         f"{record['settings']['steps']:,} steps of SGD with one sample each. Distances from the solution are relative "
-        "to its smallest weight. The theorem is quoted from a summary of the paper."
+        "to its smallest weight. The bound is Theorem 1 with the rate, L = 1 and ε = 2⁻⁸; the theorem is quoted from a "
+        "summary of the paper. At a rate of 0.5, the bound is below the spacing of BF16 numbers, so every mode but "
+        "FP32 keeps it."
     )
     medians = markdown_table(["", *(f"α = {rate}" for rate in rates)], table)
     return Section("Where SGD stops", text, rows, [f"Median distance after the last step:\n\n{medians}"])
 
 
-EXPERIMENT = Experiment("halting", {"hour": Settings()}, cases, lambda case: [], run, lambda *_: {}, section)
+EXPERIMENT = Experiment("halting", {"hour": Settings()}, cases, run, section, example="nearest-*")

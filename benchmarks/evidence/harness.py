@@ -1,20 +1,22 @@
 """Runs the cases of experiments, keeps what is done, and records machine and versions.
 
-An experiment's record is one JSON file. Apart from `seconds`, the same seeds give the same file on the same machine.
+An experiment's record is one JSON file. Apart from times, the same seeds give the same file on the same machine.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -33,42 +35,53 @@ class Experiment:
 
     Attributes:
         name: of its record.
-        settings: a dataclass for each of `SIZES`; a size that is missing is that before it.
+        settings: a dataclass for each of `SIZES`; a missing size falls back to the next smaller one.
         cases: the names of the runs, in the order in which they are begun.
-        needs: the names of the cases whose checkpoints a case begins with.
         run: runs a case; takes its name, the settings and its `Workspace`, and returns JSON data.
+        section: the part of the page that a record gives, a `page.Section`.
+        reference: pattern of the cases with which others are compared; they run whenever others do.
+        example: patterns of a few cases that can be compared, for the page.
+        needs: the names of the cases whose checkpoints a case begins with.
+        alone: the case that runs when no other does.
         compare: what cases say together; takes the settings, the workspace and the results, and returns JSON data in
             dictionaries by name and case.
-        section: the part of the page that a record gives, a `page.Section`.
     """
 
     name: str
     settings: dict[str, Any]
     cases: Callable[[Any], list[str]]
-    needs: Callable[[str], list[str]]
     run: Callable[[str, Any, Workspace], dict[str, Any]]
-    compare: Callable[[Any, Workspace, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
     section: Callable[[dict[str, Any]], Any]
+    reference: str = ""
+    example: str = "*"
+    needs: Callable[[str], list[str]] = lambda case: []
+    alone: str = ""
+    compare: Callable[[Any, Workspace, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]] = lambda *_: {}
 
     def size(self, size: str) -> str:
         """The largest size up to `size` for which there are settings."""
         return [each for each in SIZES[: SIZES.index(size) + 1] if each in self.settings][-1]
 
 
+@dataclass
 class Workspace:
     """The folder of one experiment with its settings: checkpoints of running cases, and results of those that are done.
 
-    Args:
+    Attributes:
         folder: where.
         progress: is called with a line of text.
         data: a folder of text files; None takes what is installed.
     """
 
-    def __init__(self, folder: Path, progress: Callable[[str], None], data: Path | None) -> None:
-        self.folder, self.progress, self.data = folder, progress, data
-        folder.mkdir(parents=True, exist_ok=True)
-        self.recorded: dict[str, dict[str, Any]] = {}
-        self._saved = time.monotonic()
+    folder: Path
+    progress: Callable[[str], None]
+    data: Path | None
+    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _locks: dict[str, TextIO] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._begun = self._saved = time.monotonic()
 
     def path(self, case: str, ending: str) -> Path:
         """A file of a case."""
@@ -78,11 +91,21 @@ class Workspace:
         """Return whether it is time to save a checkpoint."""
         return time.monotonic() - self._saved >= CHECKPOINT_EVERY
 
+    def begin(self, case: str) -> None:
+        """Count the seconds of the case from now on, and from those in its checkpoint."""
+        path = self.path(case, "seconds")
+        self._begun = time.monotonic() - (float(path.read_text(encoding="utf-8")) if path.exists() else 0)
+
+    def seconds(self) -> float:
+        """What the running case has taken, before interruptions included."""
+        return time.monotonic() - self._begun
+
     def save(self, case: str, checkpoint: Any) -> None:
         """Replace the checkpoint of a case."""
         path = self.path(case, "pt")
         torch.save(checkpoint, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
+        replace_text(self.path(case, "seconds"), str(self.seconds()))
         self._saved = time.monotonic()
 
     def load(self, case: str) -> Any:
@@ -99,21 +122,27 @@ class Workspace:
         """Return whether the case was run to its end in this folder, so that its last checkpoint is here too."""
         return self.path(case, "json").exists()
 
-    def is_running(self, case: str) -> bool:
-        """Return whether another process is running the case."""
-        try:
-            process = int(self.path(case, "lock").read_text(encoding="utf-8"))
-            os.kill(process, 0)
-        except (OSError, ValueError):
-            return False
-        return process != os.getpid()
-
     def claim(self, case: str) -> bool:
-        """Claim the case for this process; False if another process is running it."""
-        if self.is_running(case):
+        """Claim the case for this process, until it ends; False if another process has it."""
+        lock = self.path(case, "lock").open("w", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
             return False
-        self.path(case, "lock").write_text(str(os.getpid()), encoding="utf-8")
+        self._locks[case] = lock
         return True
+
+    def release(self, case: str) -> None:
+        """Let others see that the case has ended."""
+        self._locks.pop(case).close()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that others may read meanwhile."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def machine() -> dict[str, Any]:
@@ -135,7 +164,7 @@ def machine() -> dict[str, Any]:
 def run(
     experiment: Experiment,
     size: str,
-    cases: list[str] | None = None,
+    patterns: list[str] | None = None,
     output: Path | None = None,
     data: Path | None = None,
 ) -> dict[str, Any]:
@@ -146,7 +175,7 @@ def run(
     Args:
         experiment: the experiment.
         size: one of `SIZES`.
-        cases: names of those to run; None means all.
+        patterns: of the cases to run, as of file names; None means all.
         output: the folder of records and workspaces; None means `RESULTS` and `CACHE`.
         data: see `Workspace`.
     """
@@ -161,43 +190,69 @@ def run(
     work = Workspace(cache / f"{experiment.name}-{size}", progress, data)
     path = results / f"{experiment.name}-{size}.json"
     description = json.loads(json.dumps({"experiment": experiment.name, "size": size, "settings": asdict(settings)}))
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     check_settings(work, description["settings"])
-    if earlier.items() >= description.items():
-        work.recorded = earlier["cases"]
+    known = {}
+    if path.exists() and (earlier := json.loads(path.read_text(encoding="utf-8"))).items() >= description.items():
+        work.recorded, known = earlier["cases"], earlier["compared"]
     names = experiment.cases(settings)
-    if unknown := set(cases or ()) - set(names):
-        raise SystemExit(f"--cases: {experiment.name} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
-    asked = [case for case in cases or names if work.result(case) is None]
+    asked = [case for case in chosen(names, patterns, experiment) if work.result(case) is None]
     needed = [need for case in asked for need in experiment.needs(case) if not work.has_ended(need)]
     left = list(dict.fromkeys(needed + asked))
     while left := [case for case in left if not work.has_ended(case)]:
-        ready = (case for case in left if all(map(work.has_ended, experiment.needs(case))))
+        ready = (
+            case
+            for case in left
+            if all(map(work.has_ended, experiment.needs(case))) and (case != experiment.alone or len(left) == 1)
+        )
         case = next(filter(work.claim, ready), None)
         if case is None:
-            time.sleep(5)
+            time.sleep(1)  # others run them
             continue
-        begun = time.monotonic()
-        result = {**experiment.run(case, settings, work), "machine": machine()}
-        result["seconds"] = round(time.monotonic() - begun)
-        work.path(case, "json").write_text(json.dumps(result), encoding="utf-8")
-        if not any(case in experiment.needs(other) for other in names):
-            work.path(case, "pt").unlink(missing_ok=True)
-        progress(f"{case} is done")
+        if not work.has_ended(case):  # by another process, just before it was claimed
+            work.begin(case)
+            result = {**experiment.run(case, settings, work), "machine": machine()}
+            check_text(result, work, names)
+            result["seconds"] = round(work.seconds())
+            replace_text(work.path(case, "json"), json.dumps(result))
+            work.path(case, "seconds").unlink(missing_ok=True)
+            if not any(case in experiment.needs(other) for other in names):
+                work.path(case, "pt").unlink(missing_ok=True)
+            progress(f"{case} is done")
+        work.release(case)
     # What another environment has measured stays, if cases depend on installed packages.
     found = {case: work.result(case) for case in dict.fromkeys([*names, *work.recorded])}
     done = {case: result for case, result in found.items() if result is not None}
-    known = earlier.get("compared", {})  # of files that are gone
     compared = {key: known.get(key, {}) | new for key, new in experiment.compare(settings, work, done).items()}
     record = {**description, "compared": compared, "cases": done}
     results.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(record, indent=1) + "\n")
     return record
+
+
+def chosen(names: list[str], patterns: list[str] | None, experiment: Experiment) -> list[str]:
+    """The cases that match one of the patterns, and those with which they are compared; all without patterns."""
+    if patterns is None:
+        return names
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise SystemExit(f"--cases: {experiment.name} has no {pattern}; it has {', '.join(names)}")
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in [*patterns, experiment.reference])]
+
+
+def check_text(result: dict[str, Any], work: Workspace, names: list[str]) -> None:
+    """Raise SystemExit if other cases were trained on another text."""
+    texts = {other["text"] for other in map(work.result, names) if other and "text" in other}
+    if "text" in result and texts - {result["text"]}:
+        raise SystemExit(
+            f"{work.folder.name}: other cases were trained on another text; it is that of the running Python, or "
+            "--data-dir. Name another --output"
+        )
 
 
 def check_settings(work: Workspace, settings: dict[str, Any]) -> None:
     """Raise SystemExit if the workspace has results of other settings."""
     path, now = work.folder / "settings", json.dumps(settings, indent=1)
-    if path.exists() and path.read_text(encoding="utf-8") != now:
+    if not path.exists():
+        replace_text(path, now)
+    if path.read_text(encoding="utf-8") != now:
         raise SystemExit(f"{work.folder} has results of other settings; delete it, or name another --output")
-    path.write_text(now, encoding="utf-8")

@@ -42,7 +42,7 @@ class Mode:
         """
         if self.rounding is None:
             model.to(self.weights)
-            # torch 2.13's fused SGD leaves BF16 weights on a CPU as they are.
+            # torch 2.13's fused SGD leaves BF16 weights on a CPU as they are (pytorch issue 191763).
             built = getattr(torch.optim, algorithm)(model.parameters(), fused=algorithm == "AdamW", **settings)
             if self.rounds_updates:
                 built.register_step_post_hook(_round)

@@ -11,21 +11,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.evidence import EXPERIMENTS, experiment
-from benchmarks.evidence.harness import RESULTS, SIZES
+from benchmarks.evidence.harness import RESULTS, SIZES, Experiment
+from benchmarks.evidence.replicas import Shape
+from benchmarks.evidence.statistics import LIMIT
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
 # Evidence
 
-What was claimed, by others or here, and what was measured. Each part ends with the command that measures it again in a
-checkout of the repository after `make .venv`; a command that was interrupted goes on where it was. `make evidence` runs
-every experiment in a size that takes an hour on two cores. `python -m benchmarks.evidence.page` writes this page from
-the records in [`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of
-verdicts are fixed in the experiment's file before it runs.
+Claims by others and by this project, each beside a measurement. Every part ends with the command that measures it
+again, in a checkout of the repository after `make .venv`. The command prints the part for the records in FOLDER, a new
+folder. An interrupted command resumes when you run it again. `make evidence` runs every experiment in a size that takes
+an hour on two cores; where the repository has records of a larger size, the page shows these.
 
-Runs of a seed begin with equal weights and see equal data. A difference is the mean over seeds, with its 95% interval.
-"equal": the interval lies within the limit. "worse" and "better": it lies beyond the limit. "undecided": neither. The
-smallest visible difference is what such a comparison shows in four of five cases.
+`python -m benchmarks.evidence.page` writes this page from the records in
+[`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of verdicts are fixed in
+[the experiment's file](../../benchmarks/evidence) before it runs.
+
+**What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds are 0, 1, 2, ….
+Models in BF16 round these weights; split and Kahan summation keep what is rounded off. Norms stay in FP32, except with
+rounding to nearest, which is `model.to(bfloat16)` with torch's optimizer. States are in BF16, unless said otherwise.
+Losses are those of text that is held out, in nats per byte; differences are from FP32.
+
+**Verdicts.** A difference is the mean over seeds, with its 95% interval; one interval in twenty misses. "equal": the
+interval lies within ±{LIMIT}, unless another limit is named. "worse" or "better": it lies beyond the limit. "above" or
+"below": it excludes zero, but not the limit. "undecided": it excludes neither. "visible" is the smallest difference
+that such a comparison tells from zero in four of five cases.
 """
 
 
@@ -63,6 +74,16 @@ class Section(NamedTuple):
     tables: list[str]
 
 
+def describe(settings: dict[str, Any]) -> str:
+    """The model, seeds and batches of an experiment with `Replicas`."""
+    shape = Shape(**settings["shape"])
+    return (
+        f"A transformer over bytes with {shape.parameters():,} parameters ({shape.layers} layers, width "
+        f"{shape.width}), {settings['seeds']} seeds, {settings['sequences']} × {shape.length} bytes of Python's "
+        "standard library per step."
+    )
+
+
 def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers: bool = True) -> str:
     """A table; all columns but the first are aligned to the right, if they are `numbers`."""
     heads = list(heads)
@@ -70,8 +91,9 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def section(found: Section, record: dict[str, Any]) -> str:
+def section(experiment: Experiment, record: dict[str, Any]) -> str:
     """A part of the page in Markdown, with the command that runs the cases of `record` again."""
+    found, example = experiment.section(record), experiment.example
     columns = ("claim", "source", "published", "measured", "verdict")
     rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in found.rows]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
@@ -79,22 +101,24 @@ def section(found: Section, record: dict[str, Any]) -> str:
     cases = record["cases"].values()
     hours = sum(case["seconds"] for case in cases) / 3600
     size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
-    machines = ", ".join(sorted({case["machine"]["cpu"] for case in cases}))
+    machines = {"{cpu}, Python {python}, torch {torch}".format(**case["machine"]) for case in cases}
+    texts = {case["text"] for case in cases if "text" in case}
     command = (
-        f"`python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER`: {hours:.1f} hours of one core "
-        f"({machines}). `--cases` runs some of: {', '.join(f'`{case}`' for case in record['cases'])}."
+        f"`python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} hours of one "
+        f"core ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}). "
+        f'`--cases "{example}"` measures a part of it.'
     )
     return "\n\n".join([f"## {found.title}", found.text, table, *found.tables, command])
 
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD.rstrip()]
+    parts = [_HEAD.rstrip().format(LIMIT=LIMIT)]
     for name in EXPERIMENTS:
         recorded = [path for size in SIZES if (path := RESULTS / f"{name}-{size}.json").exists()]
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
-            parts.append(section(experiment(name).section(record), record))
+            parts.append(section(experiment(name), record))
     return "\n\n".join(parts) + "\n"
 
 

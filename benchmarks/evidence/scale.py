@@ -19,11 +19,9 @@ from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.replicas import Replicas, Shape
-from benchmarks.evidence.statistics import CONFIDENCE, POWER, paired, verdict
+from benchmarks.evidence.statistics import CONFIDENCE, LIMIT, POWER, Paired, grows, paired, verdict
 from benchmarks.evidence.training import Training
 
-LIMIT = 0.01
-"""Nats per byte, 1% of perplexity: differences below are called equal."""
 LARGE = 1_000_000_000
 """Parameters of a model that nobody trains several times."""
 
@@ -88,61 +86,72 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 def section(record: dict[str, Any]) -> Section:
     """The difference from FP32 at each size, its slope, and what it would take to see it in a large model."""
     settings, found = Settings(**record["settings"]), record["cases"]
-    sizes = [f"{width}x{layers}" for width, layers, _ in settings.models]
-    sizes = [size for size in sizes if all(f"{mode} {size}" in found for mode in settings.modes)]
+    sizes = [f"{width}x{layers}" for width, layers, _ in settings.models if f"fp32 {width}x{layers}" in found]
+    modes = [mode for mode in settings.modes if all(f"{mode} {size}" in found for size in sizes)]
     parameters = [found[f"fp32 {size}"]["parameters"] for size in sizes]
-    rows, table, scatter = list[Row](), list[list[str]](), list[list[str]]()
-    for mode in settings.modes:
-        losses = [np.array(found[f"{mode} {size}"]["points"][-1]["loss"]) for size in sizes]
-        exact = [np.array(found[f"fp32 {size}"]["points"][-1]["loss"]) for size in sizes]
-        if mode == "fp32":
-            table.append([MODES[mode].label, *(f"{each.mean():.4f} ± {each.std(ddof=1):.4f}" for each in exact)])
-            continue
-        pairs = [paired(*each) for each in zip(losses, exact, strict=True)]
-        table.append([MODES[mode].label, *(f"{each.mean:+.4f} ± {each.half:.4f}" for each in pairs)])
+
+    def losses(mode: str, size: str) -> np.ndarray:
+        return np.array(found[f"{mode} {size}"]["points"][-1]["loss"])
+
+    exact = [losses("fp32", size) for size in sizes]
+    rows = list[Row]()
+    table = [[MODES["fp32"].label, *(f"{each.mean():.4f}" for each in exact)]]
+    scatter = [[MODES["fp32"].label, *(f"{each.std(ddof=1):.4f}" for each in exact)]]
+    for mode in modes[1:]:
+        pairs = [paired(losses(mode, size), losses("fp32", size)) for size in sizes]
+        table.append([MODES[mode].label, *(f"{each} {verdict(each)}" for each in pairs)])
         scatter.append([MODES[mode].label, *(f"{each.deviation:.4f}" for each in pairs)])
-        verdicts = [verdict(each, LIMIT) for each in pairs]
-        worst = max(pairs, key=lambda each: abs(each.mean) + each.half)
-        rows.append(
-            Row(
-                f"{MODES[mode].label}: ends where FP32 does at every size",
-                f"at most {abs(worst.mean) + worst.half:.4f} apart; visible: {max(p.visible for p in pairs):.4f}",
-                verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts),
-            )
-        )
-        x = np.concatenate([[math.log10(count)] * len(each) for count, each in zip(parameters, losses, strict=True)])
-        differences = np.concatenate(losses) - np.concatenate(exact)
-        line = linregress(x, differences)
-        quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(x) - 2))
-        growing = "undecided" if abs(line.slope) < quantile * line.stderr else "yes" if line.slope > 0 else "falls"
-        at = math.log10(LARGE)
-        ahead = line.intercept + line.slope * at
-        residual = float(np.std(differences - line.intercept - line.slope * x, ddof=2))
-        half = quantile * residual * math.sqrt(1 / len(x) + (at - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum())
-        pairs_needed = max(3, math.ceil(((norm.ppf(POWER) + norm.ppf((1 + CONFIDENCE) / 2)) * residual / LIMIT) ** 2))
-        days = 2 * pairs_needed * 6 * settings.bytes_per_parameter * LARGE**2 / (86_400 * 1e15)
-        slope = f"{line.slope:+.4f} ± {quantile * line.stderr:.4f} for each tenfold"
-        rows.append(Row(f"{MODES[mode].label}: its difference grows with the size", slope, growing))
-        rows.append(
-            Row(
-                f"{MODES[mode].label}: the line through these sizes, continued to {LARGE:,} parameters",
-                f"{ahead:+.3f} ± {half:.3f}; with the scatter found here, {pairs_needed} pairs of runs ({days:.0f} "
-                f"PFLOP/s-days) would show {LIMIT}",
-                verdict(pairs[0]._replace(mean=ahead, half=half), LIMIT),
-            )
-        )
+        equal = sum(verdict(each) == "equal" for each in pairs)
+        reach = max(abs(each.mean) + each.half for each in pairs)
+        measured = f"intervals reach {reach:.4f}; visible: {max(each.visible for each in pairs):.4f}"
+        claim = f"{MODES[mode].label}: ends where FP32 does"
+        rows.append(Row(claim, measured, f"equal at {equal} of {len(sizes)} sizes"))
+        if len(sizes) > 2:
+            rows += _line(MODES[mode].label, parameters, [losses(mode, size) - losses("fp32", size) for size in sizes])
+    models = ", ".join(
+        f"{count / 1e6:.2f} million ({layers} layers, width {width}, {seeds} seeds, batches of "
+        f"{found[f'fp32 {width}x{layers}']['batch']})"
+        for count, (width, layers, seeds) in zip(parameters, settings.models, strict=False)
+    )
     words = (
-        f"{settings.bytes_per_parameter} bytes per parameter of Python's standard library in about {settings.steps:,} "
-        f"steps, AdamW with β₂ = 0.999 and decay 0.1 at a rate of {settings.lr} · √(32 / width), which rises at first "
-        f"and falls to a tenth. Validation loss in nats per byte, differences from FP32; the limit is {LIMIT}."
+        f"Transformers over bytes with {models} train on {settings.bytes_per_parameter} bytes per parameter of "
+        f"Python's standard library, {settings.length} per sequence, in about {settings.steps:,} steps of AdamW with "
+        f"β₂ = 0.999 and decay 0.1. The rate is {settings.lr} · √(32 / width), rises at first and falls to a tenth."
     )
     heads = [f"{count / 1e6:.2f} million" for count in parameters]
     tables = [
         f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}",
-        f"Standard deviation of the differences over seeds:\n\n{markdown_table(['', *heads], scatter)}",
+        f"Standard deviations over seeds:\n\n{markdown_table(['', *heads], scatter)}",
     ]
     return Section("Size", words, rows, tables)
 
 
+def _line(label: str, parameters: list[int], differences: list[np.ndarray]) -> list[Row]:
+    """Whether differences grow with the logarithm of the size, and where a straight line ends."""
+    x = np.concatenate([[math.log10(count)] * len(each) for count, each in zip(parameters, differences, strict=True)])
+    y = np.concatenate(differences)
+    line = linregress(x, y)
+    quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(x) - 2))
+    slope = Paired(line.slope, quantile * line.stderr, math.nan, math.nan)
+    residual = float(np.std(y - line.intercept - line.slope * x, ddof=2))
+    at = math.log10(LARGE)
+    half = quantile * residual * math.sqrt(1 / len(x) + (at - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum())
+    return [
+        Row(f"{label}: the difference grows with the size", f"{slope} for each tenfold", grows(slope)),
+        Row(
+            f"{label}: the difference at {LARGE:,} parameters, if it were on a straight line",
+            str(Paired(line.intercept + line.slope * at, half, math.nan, math.nan)),
+            f"not measured: {_cost(residual)}",
+        ),
+    ]
+
+
+def _cost(deviation: float) -> str:
+    """What it takes to see a difference of `LIMIT`, in runs with this standard deviation and 20 bytes per parameter."""
+    pairs = max(3, math.ceil(((norm.ppf(POWER) + norm.ppf((1 + CONFIDENCE) / 2)) * deviation / LIMIT) ** 2))
+    days = 2 * pairs * 6 * 20 * LARGE**2 / (86_400 * 1e15)
+    return f"{pairs} pairs of runs, {days:.0f} PFLOP/s-days"
+
+
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("scale", _SIZES, cases, lambda case: [], run, lambda *_: {}, section)
+EXPERIMENT = Experiment("scale", _SIZES, cases, run, section, "fp32 *", "split *")

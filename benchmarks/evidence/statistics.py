@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import chi2, t
+from scipy.stats import t
 
+LIMIT = 0.01
+"""Nats per prediction, 1% of perplexity: differences of losses below are called equal."""
 CONFIDENCE = 0.95
 """Of all intervals."""
 POWER = 0.8
-"""With which the smallest visible difference would have been seen."""
+"""With which the smallest visible difference would have been told from zero."""
 
 
 class Paired(NamedTuple):
@@ -22,44 +24,54 @@ class Paired(NamedTuple):
         mean: of the differences.
         half: half of the interval of the mean.
         deviation: standard deviation of the differences.
-        low: lower end of the interval of `deviation`.
-        high: its upper end.
-        visible: the smallest difference that would have been seen, with the probability `POWER`.
+        visible: the smallest difference that would have been told from zero, with the probability `POWER`.
     """
 
     mean: float
     half: float
     deviation: float
-    low: float
-    high: float
     visible: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ± {self.half:.4f}"
+
+    def in_full(self) -> str:
+        """With the smallest visible difference."""
+        return f"{self}; visible: {self.visible:.4f}"
 
 
 def paired(values: Sequence[float], reference: Sequence[float]) -> Paired:
-    """Compare runs of the same seeds: t intervals of the mean, χ² intervals of the scatter, of normal differences."""
+    """Compare runs of the same seeds: t intervals of normal differences."""
     differences = np.asarray(values) - np.asarray(reference)
-    count = len(differences)
-    deviation, free = float(differences.std(ddof=1)), count - 1
-    error = deviation / math.sqrt(count)
+    free = len(differences) - 1
+    deviation = float(differences.std(ddof=1))
+    error = deviation / math.sqrt(len(differences))
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, free))
-    low, high = (deviation * math.sqrt(free / chi2.ppf(q, free)) for q in ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2))
     visible = (quantile + float(t.ppf(POWER, free))) * error
-    return Paired(float(differences.mean()), quantile * error, deviation, float(low), float(high), visible)
+    return Paired(float(differences.mean()), quantile * error, deviation, visible)
 
 
-def verdict(found: Paired, limit: float) -> str:
-    """Whether a mean difference is below `limit`: two one-sided tests at 2.5% each, as the interval says.
+def verdict(found: Paired, limit: float = LIMIT) -> str:
+    """What the interval says of a mean difference of losses, or of others that are better if they are smaller.
 
     Returns:
-        "equal": the interval lies within ±`limit`. "worse" or "better": it lies beyond the limit on one side.
-        "undecided": neither.
+        "equal": the interval lies within ±`limit`. "worse" or "better": it lies beyond the limit on one side. "above"
+        or "below": it excludes zero, but not the limit. "undecided": it excludes neither.
     """
     low, high = found.mean - found.half, found.mean + found.half
     if -limit < low and high < limit:
         return "equal"
-    if low > limit:
-        return "worse"
-    return "better" if high < -limit else "undecided"
+    if low > 0:
+        return "worse" if low > limit else "above"
+    if high < 0:
+        return "better" if high < -limit else "below"
+    return "undecided"
+
+
+def grows(found: Paired, limit: float = LIMIT / 2) -> str:
+    """Whether differences grow, from their `growth`; by default, two tenfolds may add `LIMIT`."""
+    words = {"equal": "no", "worse": "yes", "above": "yes", "better": "falls", "below": "falls"}
+    return words.get(verdict(found, limit), "undecided")
 
 
 def growth(steps: Sequence[int], differences: np.ndarray) -> Paired:

@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.modes import MODES
-from benchmarks.evidence.page import Row, Section, markdown_table
+from benchmarks.evidence.page import Row, Section, describe, markdown_table
 from benchmarks.evidence.replicas import BYTES, Replicas, Shape
-from benchmarks.evidence.statistics import growth, paired, verdict
+from benchmarks.evidence.statistics import grows, growth, paired, verdict
 from benchmarks.evidence.training import Training
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 
@@ -36,7 +36,7 @@ class Settings:
         modes: names in `MODES`, and `PERTURBED`.
         seeds: how many.
         steps: at a constant rate.
-        records: steps after which weights are looked at.
+        records: steps after which loss and weights are recorded.
         shape: of the model.
         sequences: per step and seed.
         lr: the rate.
@@ -77,7 +77,7 @@ def needs(case: str) -> list[str]:
 
 
 def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
-    """Train one case, and look at its weights on the way."""
+    """Train one case, and keep statistics of its weights on the way."""
     base, cooldown, rest = case.partition(f"-{COOLDOWN}")
     last, length = settings.steps, settings.steps // 10
     data = text.load(work.data)
@@ -96,7 +96,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 
     def observe() -> dict[str, Any]:
         snapshot(training.model, work, case, training.step)
-        return looked_at(training.model, training.optimizer, classes)
+        return weight_statistics(training.model, training.optimizer, classes)
 
     points = training.run(last + length if cooldown else last, settings.records, observe)
     return {"points": points, "text": data.checksum}
@@ -137,12 +137,12 @@ def perturb(model: Replicas, seeds: list[int]) -> None:
 def byte_classes(train: Tensor) -> dict[str, Tensor]:
     """The bytes of the vocabulary by how often they are in the text: a mask of each class."""
     share = torch.bincount(train.long(), minlength=BYTES) / len(train)
-    limits = {"never": (-1, 0), "below 1e-5": (0, 1e-5), "below 1e-3": (1e-5, 1e-3), "above": (1e-3, 1)}
+    limits = {"never": (-1, 0), "rarer than 1e-5": (0, 1e-5), "rarer than 1e-3": (1e-5, 1e-3), "others": (1e-3, 1)}
     return {name: (share > low) & (share <= high) for name, (low, high) in limits.items()}
 
 
 @torch.no_grad()
-def looked_at(model: Replicas, optimizer: torch.optim.Optimizer, classes: dict[str, Tensor]) -> dict[str, Any]:
+def weight_statistics(model: Replicas, optimizer: torch.optim.Optimizer, classes: dict[str, Tensor]) -> dict[str, Any]:
     """Norms of the weights of each seed; and by class of bytes, of embeddings and their second moments' roots."""
     weights = [param.float().flatten(1) for param in model.parameters()]
     norms = torch.cat(weights, dim=1).norm(dim=1)
@@ -208,18 +208,17 @@ def rounding_variance(case: str, settings: Settings, work: Workspace) -> dict[st
     }
 
 
-LIMIT = 0.01
-"""Nats per byte, 1% of perplexity: differences below are called equal."""
 _CLAIMS = {
     "sr": "stochastic rounding",
     "split": "split",
     "kahan": "Kahan summation",
-    "nearest": "rounding to nearest",
-    "sr-int8": "stochastic rounding with 8-bit states",
-    "split-int8": "split with 8-bit states",
+    "nearest": "rounding to nearest, norms too",
+    "sr-int8": "stochastic rounding, 8-bit states",
+    "split-int8": "split, 8-bit states",
     "autocast": "autocast",
     PERTURBED: "FP32 from weights changed by a thousandth",
 }
+IN_SPLIT = f"sr-{COOLDOWN}-in-split"
 
 
 def section(record: dict[str, Any]) -> Section:
@@ -227,93 +226,88 @@ def section(record: dict[str, Any]) -> Section:
     results, settings = record["cases"], record["settings"]
     losses = {case: np.array([point["loss"] for point in found["points"]]) for case, found in results.items()}
     steps = [point["step"] for point in results["fp32"]["points"]]
-    rows, at_steps, scatter = [], list[list[str]](), list[list[str]]()
-    for mode, words in _CLAIMS.items():
-        if mode not in losses:
-            continue
-        differences = losses[mode] - losses["fp32"]
-        rows.append(
-            _row(f"{words}: ends where FP32 does after {steps[-1]:,} steps", losses[mode][-1], losses["fp32"][-1])
-        )
-        growing = growth(steps, differences.T)
-        verdict_of_growth = "undecided" if abs(growing.mean) < growing.half else "yes" if growing.mean > 0 else "falls"
-        measured = f"{growing.mean:+.4f} ± {growing.half:.4f} for each tenfold"
-        rows.append(Row(f"{words}: the difference grows with steps", measured, verdict_of_growth))
-        at_steps.append([words, *(f"{value:+.4f}" for value in differences.mean(1))])
-        scatter.append([words, *(f"{value:.4f}" for value in differences.std(1, ddof=1))])
-    for case, words in {**{f"{mode}-{COOLDOWN}": words for mode, words in _CLAIMS.items()}, _LAST: _IN_SPLIT}.items():
-        if case in losses and f"fp32-{COOLDOWN}" in losses:
-            rows.append(
-                _row(f"{words}: ends where FP32 does after the cooldown", losses[case][-1], losses[_REFERENCE][-1])
-            )
-    heads = [f"{step:,}" for step in steps]
-    text = (
-        f"{Shape(**settings['shape']).parameters():,} parameters, bytes of Python's standard library, "
-        f"{settings['seeds']} seeds, AdamW with β₂ = {settings['beta2']} and decay {settings['weight_decay']} at a "
-        f"constant rate of {settings['lr']}, then a linear fall to zero over a tenth as many steps. Validation loss in "
-        f"nats per byte; the limit is {LIMIT}. FP32 ends at {losses['fp32'][-1].mean():.4f}."
+    modes = {mode: words for mode, words in _CLAIMS.items() if mode in losses}
+    rows = []
+    for mode, words in modes.items():
+        found = paired(losses[mode][-1], losses["fp32"][-1])
+        rows.append(Row(f"{words}: ends where FP32 does after {steps[-1]:,} steps", found.in_full(), verdict(found)))
+        found = growth(steps, (losses[mode] - losses["fp32"]).T)
+        rows.append(Row(f"{words}: the difference grows with steps", f"{found} for each tenfold", grows(found)))
+    cooled = {f"{mode}-{COOLDOWN}": words for mode, words in modes.items()}
+    cooled[IN_SPLIT] = "stochastic rounding, with the cooldown in split"
+    for case, words in cooled.items():
+        if case in losses:
+            found = paired(losses[case][-1], losses[f"fp32-{COOLDOWN}"][-1])
+            rows.append(Row(f"{words}: ends where FP32 does after the cooldown", found.in_full(), verdict(found)))
+    if IN_SPLIT in losses:
+        found = paired(losses[f"sr-{COOLDOWN}"][-1], losses[IN_SPLIT][-1])
+        claim = "stochastic rounding: a cooldown in split ends lower than one with stochastic rounding"
+        rows.append(Row(claim, f"by {found}", "yes" if found.mean > found.half else "undecided"))
+    end = f"{losses['fp32'][-1].mean():.4f} after the constant rate"
+    if f"fp32-{COOLDOWN}" in losses:
+        end += f" and at {losses[f'fp32-{COOLDOWN}'][-1].mean():.4f} after the cooldown"
+    words = (
+        f"{describe(settings)} AdamW with β₂ = {settings['beta2']} and decay {settings['weight_decay']} at a constant "
+        f"rate of {settings['lr']}, then a cooldown: a linear fall to zero over a tenth as many steps. FP32 ends at "
+        f"{end}."
     )
+    heads = ["", *(f"{step:,}" for step in steps)]
     distances = [
-        [_CLAIMS[case], *(f"{100 * np.mean(found[str(step)]):.1f}%" for step in steps)]
+        [modes[case], *(f"{100 * np.mean(found[str(step)]):.1f}%" for step in steps)]
         for case, found in record["compared"].get("distance", {}).items()
-        if case in _CLAIMS and all(str(step) in found for step in steps)
+        if case in modes and all(str(step) in found for step in steps)
     ]
-    ends = {case: found["points"][-1] for case, found in results.items()}
-    looks = [
-        [
-            words,
-            _relative(ends[case]["norm"], ends["fp32"]["norm"]),
-            *(
-                _relative(ends[case][kind][name], ends["fp32"][kind][name])
-                for kind in ("embedding_norms", "second_moments")
-                for name in ends["fp32"][kind]
-            ),
-        ]
-        for case, words in _CLAIMS.items()
-        if case in ends
-    ]
-    of_looks = ["", "norm", *(f"embeddings: {name}" for name in ends["fp32"]["embedding_norms"])]
-    of_looks += [f"second moments: {name}" for name in ends["fp32"]["second_moments"]]
     walks = [
         [
-            _CLAIMS[case],
+            modes[case],
             f"{np.mean(found['spacings']):.1f}",
             f"{np.mean(found['per_step']):.3%}",
             f"{np.mean(found['random_walk']):.1%}",
         ]
         for case, found in record["compared"].get("rounding", {}).items()
+        if case in modes
     ]
-    of_walks = ["", "spacing, in updates", "of one step", "of all steps"]
+    of_walks = ["", "distance of neighbours, in updates", "noise of a step", "× √steps"]
     picture = (
         "Difference of the validation loss from FP32's over steps, for stochastic rounding, Kahan summation and split"
     )
+    means = [
+        [each, *(f"{value:+.4f}" for value in (losses[mode] - losses["fp32"]).mean(1))] for mode, each in modes.items()
+    ]
+    scatter = [
+        [each, *(f"{value:.4f}" for value in (losses[mode] - losses["fp32"]).std(1, ddof=1))]
+        for mode, each in modes.items()
+    ]
     tables = [
         *(f"![{picture}](../images/evidence-steps{suffix})" for suffix in (".svg#only-light", "-dark.svg#only-dark")),
-        f"Mean difference of the loss after so many steps:\n\n{markdown_table(['', *heads], at_steps)}",
-        f"Its standard deviation over seeds:\n\n{markdown_table(['', *heads], scatter)}",
-        f"Distance of the weights from FP32's, of their norm:\n\n{markdown_table(['', *heads], distances)}",
-        "Norm of all weights, and, by the share of a byte in the text, norms of embeddings and roots of their second "
-        f"moments; differences from FP32's after the last step:\n\n{markdown_table(of_looks, looks)}",
-        "What stochastic rounding adds to the weights, of their norm, by the states after the last step: an update u "
-        f"between numbers s apart adds a variance of u(s − u).\n\n{markdown_table(of_walks, walks)}",
+        f"Mean difference of the loss, by step:\n\n{markdown_table(heads, means)}",
+        f"Standard deviation of that difference over seeds:\n\n{markdown_table(heads, scatter)}",
+        f"Distance from FP32's weights, relative to their norm:\n\n{markdown_table(heads, distances)}",
+        "Relative to FP32, after the last step at the constant rate: the norm of all weights; norms of embeddings and "
+        f"roots of their second moments, by how often a byte is in the text:\n\n{_statistics_table(results, modes)}",
+        "Noise that stochastic rounding adds, relative to the weights' norm, computed from the states of the last "
+        "step: an update u between numbers s apart adds a variance of u(s − u). The last column is what all steps "
+        f"would add, if each were like the last and nothing pulled weights back:\n\n{markdown_table(of_walks, walks)}",
     ]
-    return Section("Steps", text, rows, tables)
+    return Section("Steps", words, rows, tables)
 
 
-_LAST, _REFERENCE = f"sr-{COOLDOWN}-in-split", f"fp32-{COOLDOWN}"
-_IN_SPLIT = "stochastic rounding, with the cooldown in split"
+def _statistics_table(results: dict[str, Any], modes: dict[str, str]) -> str:
+    ends = {case: found["points"][-1] for case, found in results.items() if case in {*modes, "fp32"}}
 
+    def ratio(case: str, kind: str, name: str | None = None) -> str:
+        values, reference = (np.array(ends[each][kind][name] if name else ends[each][kind]) for each in (case, "fp32"))
+        found = paired(values / reference, np.ones(len(values)))
+        return f"{1 + found.mean:.1f} ×" if found.mean > 1 else f"{found.mean:+.1%} ± {found.half:.1%}"
 
-def _relative(values: list[float], reference: list[float]) -> str:
-    found = paired(np.array(values) / np.array(reference), [1.0] * len(values))
-    return f"{found.mean:+.1%} ± {found.half:.1%}"
-
-
-def _row(claim: str, values: np.ndarray, reference: np.ndarray) -> Row:
-    found = paired(values, reference)
-    measured = f"{found.mean:+.4f} ± {found.half:.4f}; visible: {found.visible:.4f}"
-    return Row(claim, measured, verdict(found, LIMIT))
+    columns = [("norm", None)] + [
+        (kind, name) for kind in ("embedding_norms", "second_moments") for name in ends["fp32"][kind]
+    ]
+    heads = ["", "norm", *(f"{kind.replace('_', ' ')}: {name}" for kind, name in columns[1:])]
+    return markdown_table(
+        heads, [[words, *(ratio(case, *column) for column in columns)] for case, words in modes.items()]
+    )
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("steps", _SIZES, cases, needs, run, compare, section)
+EXPERIMENT = Experiment("steps", _SIZES, cases, run, section, "fp32*", "sr*", needs, compare)

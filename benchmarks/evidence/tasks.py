@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
+
+ROWS_AT_ONCE = 512
+"""In validation, so that memory stays small."""
 
 
 class Stacked(nn.Module):
@@ -51,9 +54,10 @@ class Stacked(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(len(labels), -1).mean(1)
 
     @torch.no_grad()
-    def accuracies(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The share of labels that each seed has right."""
-        return (self(batch[0]).argmax(-1) == batch[1]).flatten(1).double().mean(1)
+    def accuracies(self, batches: Batches) -> Tensor:
+        """The share of held-out labels that each seed has right, FP64."""
+        parts = [(self(inputs).argmax(-1) == labels).flatten(1) for (inputs, labels), _ in batches.validation()]
+        return torch.cat(parts, dim=1).double().mean(1)
 
 
 class Arrays(NamedTuple):
@@ -86,10 +90,10 @@ class Batches:
         rows = torch.from_numpy(chosen)
         return self._arrays.x_train[rows], self._arrays.y_train[rows]
 
-    def validation(self) -> tuple[Tensor, Tensor]:
-        """The same for all seeds and steps."""
-        inputs, labels = (part.expand(len(self._seeds), *part.shape) for part in self._arrays[2:])
-        return inputs, labels
+    def validation(self) -> Iterator[tuple[tuple[Tensor, Tensor], int]]:
+        """The same for all seeds and steps: inputs and labels in parts, and their numbers of rows."""
+        for inputs, labels in zip(*(part.split(ROWS_AT_ONCE) for part in self._arrays[2:]), strict=True):
+            yield tuple(part.expand(len(self._seeds), *part.shape) for part in (inputs, labels)), len(inputs)
 
 
 def digits() -> Arrays:

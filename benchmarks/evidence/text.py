@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,11 @@ from torch import Tensor
 
 from hf_lowprec.tools.demo.text import standard_library_modules
 
-VALIDATION_SEQUENCES = 64
+VALIDATION_SEQUENCES = 1024
+ROWS_AT_ONCE = 64
+"""In validation, so that memory stays small."""
+SMALLEST = 100_000
+"""Bytes of a text."""
 STEPS_PER_DRAW = 1000
 """Steps whose sequences are drawn at once."""
 
@@ -34,6 +39,8 @@ def load(folder: Path | None) -> Bytes:
         parts = ["\n".join(each["text"]).encode() for each in (text.train, text.validation)]
     else:
         whole = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
+        if len(whole) < SMALLEST:
+            raise SystemExit(f"--data-dir: the .txt files of {folder} have {len(whole)} bytes; it takes {SMALLEST:,}")
         parts = [whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]]
     checksum = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return Bytes(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts), checksum)
@@ -73,8 +80,9 @@ class Sequences:
             self._draw, self._starts = draw, torch.from_numpy(np.stack(drawn, axis=1))
         return _cut(self._text.train, self._starts[row], self._length)
 
-    def validation(self) -> Tensor:
-        """The same for all seeds and steps; shape (seeds, `VALIDATION_SEQUENCES`, length + 1)."""
+    def validation(self) -> Iterator[tuple[Tensor, int]]:
+        """The same for all seeds and steps: parts of shape (seeds, rows, length + 1), and their numbers of rows."""
         end = len(self._text.validation) - self._length - 1
         starts = torch.from_numpy(np.random.default_rng(0).integers(end, size=VALIDATION_SEQUENCES))
-        return _cut(self._text.validation, starts, self._length).expand(len(self._seeds), -1, -1)
+        for part in starts.split(ROWS_AT_ONCE):
+            yield _cut(self._text.validation, part, self._length).expand(len(self._seeds), -1, -1), len(part)

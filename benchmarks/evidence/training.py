@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.evidence.harness import Workspace
 from benchmarks.evidence.modes import Mode
@@ -21,7 +22,7 @@ class Training:
         case: the name of checkpoints.
         mode: the way to train.
         model: a module of several seeds in FP32, which `mode` casts; `losses(batch)` gives the loss of each.
-        batches: data of all seeds, with `of_step(step)` and `validation()`.
+        batches: data of all seeds: `of_step(step)`, and `validation()`, which gives batches and their numbers of rows.
         rate: gives the learning rate of a step.
         options: of the optimizer, see `Mode.optimizer`.
     """
@@ -80,8 +81,14 @@ class Training:
                 self.work.save(self.case, {**state, **models})
         return self.points
 
-    @torch.no_grad()
-    def validation(self) -> torch.Tensor:
-        """The loss of each seed on what is held out."""
+    def validation(self) -> Tensor:
+        """See `validation`; in the mode's precision."""
         with self.mode.precision():
-            return self.model.losses(self.batches.validation())
+            return validation(self.model, self.batches)
+
+
+@torch.no_grad()
+def validation(model: Any, batches: Any) -> Tensor:
+    """The mean loss of each seed on what is held out, FP64."""
+    parts = [(model.losses(batch).double(), rows) for batch, rows in batches.validation()]
+    return sum(losses * rows for losses, rows in parts) / sum(rows for _, rows in parts)

@@ -103,10 +103,11 @@ def test_seeds_fix_the_record_and_the_page_is_made_of_it(tmp_path, monkeypatch):
     found = harness.run(experiment, "hour", None, tmp_path / "a")
     assert set(found["cases"]) == set(reinforcement.cases(settings))
     again = harness.run(experiment, "hour", ["sr 0.001", "nearest 0.0003 stale"], tmp_path / "b")["cases"]
-    assert set(again) == {reinforcement.START, "sr 0.001", "nearest 0.0003 stale"}
+    compared = {"fp32 0.001", "fp32 0.0003 stale"}
+    assert set(again) == {reinforcement.START, "sr 0.001", "nearest 0.0003 stale"} | compared
     assert all(result.get("points") == found["cases"][case].get("points") for case, result in again.items())
     for points in found["cases"]["sr 0.001"]["points"]:
         assert len({point["reward"] for point in points}) == len(points), "nothing was learned"
-    written = experiment.section(found)
-    assert len(written.rows) == len(modes) - 1 + 3 + 1  # modes, reports of others, the doctor at one rate
-    assert "`adamw_bf16_" in page.section(written, found)
+    rows = experiment.section(found).rows
+    assert len(rows) == len(modes) - 1 + 1 + 1  # modes, the probe, the doctor at one rate
+    assert "`adamw_bf16_" in page.section(experiment, found)
