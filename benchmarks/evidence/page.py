@@ -28,7 +28,7 @@ an hour on two cores; where the repository has records of a larger size, the pag
 [`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of verdicts are fixed in
 [the experiment's file](../../benchmarks/evidence) before it runs.
 
-**What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds are 0, 1, 2, ….
+**What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds count from 0.
 Models in BF16 round these weights; split and Kahan summation keep what is rounded off. Norms stay in FP32, except with
 rounding to nearest, which is `model.to(bfloat16)` with torch's optimizer. States are in BF16, unless said otherwise.
 Losses are those of text that is held out, in nats per byte; differences are from FP32.
