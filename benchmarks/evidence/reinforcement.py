@@ -334,7 +334,8 @@ def section(record: dict[str, Any]) -> Section:
         f"random, then in {steps} steps of TRL's GRPOTrainer with {settings['completions']} completions each, at a "
         f"constant rate. {settings['seeds']} seeds, from {FIRST_SEED} on. The reward is the probability of the right "
         f"answer, on average over all 100 sums: {before:.3f} before GRPO; the limit is {LIMIT:.0%} of FP32's gain. "
-        f"“{STALE}”: {settings['stale']} steps train on completions of the same policy, at a rate that is too large on purpose. "
+        f"“{STALE}”: {settings['stale']} steps train on completions of the same policy, at a rate that is "
+        "too large on purpose. "
         "Rewards fluctuate there and are averaged over the second half of the steps."
     )
     kept_heads = ["kept, by the doctor", "kept, measured", "FP32's share of steps"]
