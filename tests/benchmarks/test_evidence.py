@@ -104,6 +104,30 @@ def test_cases_that_do_not_exist_are_named(record):
         record("a", "fp16")
 
 
+def test_patterns_choose_cases_and_those_they_are_compared_with():
+    assert harness.chosen(["sr", "fp32", "fp32-cooldown", "split", "sr-cooldown"], ["s*-*"], steps.EXPERIMENT) == [
+        "fp32",
+        "fp32-cooldown",
+        "sr-cooldown",
+    ]
+
+
+def test_one_process_at_a_time_has_a_case(tmp_path):
+    """File locks exclude each other also within a process."""
+    one, other = (harness.Workspace(tmp_path, print, None) for _ in range(2))
+    assert one.claim("a") and not other.claim("a") and other.claim("b")
+    one.release("a")
+    assert other.claim("a")
+
+
+def test_cases_of_another_text_are_not_mixed(record, monkeypatch):
+    record("a", "sr")
+    of_python = text.load(None)
+    monkeypatch.setattr(text, "load", lambda folder: of_python._replace(checksum="another"))
+    with pytest.raises(SystemExit, match="other cases were trained on another text"):
+        record("a", "split-int8")
+
+
 def test_a_mean_its_interval_and_its_scatter():
     """The example has the differences 1, 2, 3: mean 2, deviation 1, t(0.975; 2) = 4.3027."""
     found = paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
