@@ -30,4 +30,4 @@ EXPERIMENTS = (
 
 def experiment(name: str) -> Experiment:
     """The experiment of that name."""
-    return import_module(f"benchmarks.evidence.{name.replace('-', '_')}").EXPERIMENT
+    return import_module(f"benchmarks.evidence.experiments.{name.replace('-', '_')}").EXPERIMENT

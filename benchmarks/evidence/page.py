@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.evidence import EXPERIMENTS, experiment
 from benchmarks.evidence.harness import RESULTS, SIZES, Experiment
-from benchmarks.evidence.replicas import Shape
 from benchmarks.evidence.statistics import LIMIT
+from benchmarks.evidence.training.replicas import Shape
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
@@ -26,7 +26,7 @@ an hour on two cores; where the repository has records of a larger size, the pag
 
 `python -m benchmarks.evidence.page` writes this page from the records in
 [`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of verdicts are fixed in
-[the experiment's file](../../benchmarks/evidence) before it runs.
+[the experiment's file](../../benchmarks/evidence/experiments) before it runs.
 
 **What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds count from 0.
 Models in BF16 round these weights; split and Kahan summation keep what is rounded off. Norms stay in FP32, except with

@@ -27,7 +27,7 @@ def draw(theme: Theme) -> Figure:
     ax.axhline(1, color=theme.fp32, linewidth=0.8, alpha=0.5)
     shown = (
         ("nearest", theme.nearest, "rounded to nearest", (3e-6, 0.2)),
-        ("sr", theme.stochastic, "stochastic", (1.3e-7, 1.13)),
+        ("sr", theme.stochastic, "stochastic", (1.9e-7, 0.6)),
         ("split", theme.kahan, "split, and Kahan (dotted)", (3e-6, 0.85)),
         ("kahan", theme.kahan, "", (1e-5, 0.5)),
     )

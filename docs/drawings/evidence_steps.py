@@ -9,8 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from style import Theme, figure, line
 
-from benchmarks.evidence.statistics import paired
-from benchmarks.evidence.steps import LIMIT
+from benchmarks.evidence.statistics import LIMIT, paired
 
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "evidence" / "steps-night.json"
 RANGE = (-0.02, 0.04)

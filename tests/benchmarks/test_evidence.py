@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("scipy")
 
-from benchmarks.evidence import EXPERIMENTS, experiment, harness, page, scale, steps, text
-from benchmarks.evidence.modes import MODES
-from benchmarks.evidence.replicas import Replicas, Shape
+from benchmarks.evidence import EXPERIMENTS, experiment, harness, page
+from benchmarks.evidence.experiments import scale, steps
 from benchmarks.evidence.statistics import growth, paired, verdict
+from benchmarks.evidence.training import text
+from benchmarks.evidence.training.modes import MODES
+from benchmarks.evidence.training.replicas import Replicas, Shape
 
 SMALL = Shape(width=32, layers=1, length=8)
 SETTINGS = steps.Settings(modes=("fp32", "sr", "split-int8"), steps=12, records=(4, 12), seeds=2, shape=SMALL)

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 pytest.importorskip("scipy")
 pytest.importorskip("sklearn")
 
-from benchmarks.evidence import tasks
-from benchmarks.evidence.applications import TASKS
-from benchmarks.evidence.modes import MODES
+from benchmarks.evidence.experiments.applications import TASKS
+from benchmarks.evidence.training import tasks
+from benchmarks.evidence.training.modes import MODES
 
 
 @pytest.fixture(scope="module", params=TASKS)

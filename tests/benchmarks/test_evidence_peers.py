@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("scipy")
 pytest.importorskip("datasets")
 
-from benchmarks.evidence import harness, peers
-from benchmarks.evidence.replicas import Replicas, Shape
+from benchmarks.evidence import harness
+from benchmarks.evidence.experiments import peers
+from benchmarks.evidence.training.replicas import Replicas, Shape
 from benchmarks.peers import memory, optimizers
 
 SHAPE = Shape(width=32, layers=1, length=32)

@@ -10,7 +10,9 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 import hf_lowprec
-from benchmarks.evidence import harness, page, reinforcement, sums
+from benchmarks.evidence import harness, page
+from benchmarks.evidence.experiments import reinforcement
+from benchmarks.evidence.training import sums
 
 SETTINGS = reinforcement.Settings(
     seeds=1,

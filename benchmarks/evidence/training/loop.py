@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.evidence.harness import Workspace
-from benchmarks.evidence.modes import Mode
+from benchmarks.evidence.training.modes import Mode
 
 
 @dataclass

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES, Mode
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
-from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import paired, verdict
-from benchmarks.evidence.training import Training
+from benchmarks.evidence.training import text
+from benchmarks.evidence.training.loop import Training
+from benchmarks.evidence.training.modes import MODES, Mode
+from benchmarks.evidence.training.replicas import Replicas, Shape
 
 _STATES = {"FP32": torch.float32, "BF16": torch.bfloat16, "8-bit": torch.int8}
 WAYS = {

@@ -26,13 +26,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import hf_lowprec
-from benchmarks.evidence import steps, text
+from benchmarks.evidence.experiments import steps
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, markdown_table
-from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import LIMIT, paired, verdict
-from benchmarks.evidence.training import validation
+from benchmarks.evidence.training import text
+from benchmarks.evidence.training.loop import validation
+from benchmarks.evidence.training.modes import MODES
+from benchmarks.evidence.training.replicas import Replicas, Shape
 from benchmarks.peers import memory, optimizers
 from benchmarks.peers.candidates import BASELINE, CANDIDATES, FP32, Candidate, installed
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
-from benchmarks.evidence.replicas import BYTES, Replicas, Shape
 from benchmarks.evidence.statistics import grows, growth, paired, verdict
-from benchmarks.evidence.training import Training
+from benchmarks.evidence.training import text
+from benchmarks.evidence.training.loop import Training
+from benchmarks.evidence.training.modes import MODES
+from benchmarks.evidence.training.replicas import BYTES, Replicas, Shape
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 
 PERTURBED = "fp32-perturbed"

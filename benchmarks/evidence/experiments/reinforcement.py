@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.statistics import Paired, paired, verdict
-from benchmarks.evidence.sums import ANSWER, answer_losses, llama, reward, sums, tokenizer, tokens, train
+from benchmarks.evidence.training.modes import MODES
+from benchmarks.evidence.training.sums import ANSWER, answer_losses, llama, reward, sums, tokenizer, tokens, train
 from hf_lowprec import LowPrecisionCallback
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
 from hf_lowprec.tools.doctor.advice import MUCH_NOISE, recommend

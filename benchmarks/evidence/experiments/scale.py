@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from scipy.stats import linregress, norm, t
 
-from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, markdown_table
-from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import CONFIDENCE, LIMIT, POWER, Paired, grows, paired, verdict
-from benchmarks.evidence.training import Training
+from benchmarks.evidence.training import text
+from benchmarks.evidence.training.loop import Training
+from benchmarks.evidence.training.modes import MODES
+from benchmarks.evidence.training.replicas import Replicas, Shape
 
 LARGE = 1_000_000_000
 """Parameters of a model that nobody trains several times."""

@@ -15,12 +15,12 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 import hf_lowprec
-from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
-from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import paired, verdict
-from benchmarks.evidence.training import validation
+from benchmarks.evidence.training import text
+from benchmarks.evidence.training.loop import validation
+from benchmarks.evidence.training.replicas import Replicas, Shape
 
 SHARED, OWN = "shared", "own"
 

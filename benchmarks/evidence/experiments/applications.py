@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.evidence import tasks, text
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, markdown_table
-from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import Paired, paired, verdict
-from benchmarks.evidence.training import Training
+from benchmarks.evidence.training import tasks, text
+from benchmarks.evidence.training.loop import Training
+from benchmarks.evidence.training.modes import MODES
+from benchmarks.evidence.training.replicas import Replicas, Shape
 
 USED = ("fp32", "autocast", "rounded", "nearest", "sr", "kahan", "split")
 LANGUAGE = "language"

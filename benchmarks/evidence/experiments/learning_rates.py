@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence import text
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.modes import MODES
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
-from benchmarks.evidence.replicas import Replicas, Shape
 from benchmarks.evidence.statistics import paired
-from benchmarks.evidence.training import Training
+from benchmarks.evidence.training import text
+from benchmarks.evidence.training.loop import Training
+from benchmarks.evidence.training.modes import MODES
+from benchmarks.evidence.training.replicas import Replicas, Shape
 
 START = "start"
 STALLED = 0.5

@@ -1,0 +1,1 @@
+"""What is claimed, one experiment a file."""

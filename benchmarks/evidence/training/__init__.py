@@ -1,0 +1,1 @@
+"""The models, data and ways to train of all experiments."""
