@@ -22,10 +22,10 @@ def main() -> None:
         help=f"experiments ({', '.join(EXPERIMENTS)}); default all",
     )
     size = parser.add_mutually_exclusive_group()
-    for each, help in zip(harness.SIZES[1:], ("what fits into a night", "for days on a real machine"), strict=True):
-        size.add_argument(f"--{each}", dest="size", action="store_const", const=each, help=f"settings: {help}")
+    for each, help in zip(harness.SIZES[1:], ("hours", "days on a real machine"), strict=True):
+        size.add_argument(f"--{each}", dest="size", action="store_const", const=each, help=f"a larger size: {help}")
     parser.set_defaults(size="hour")
-    parser.add_argument("--cases", help="patterns, separated by commas; default all")
+    parser.add_argument("--cases", help="patterns of names, separated by commas; default all")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as processors")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each (default 1)")
     parser.add_argument("--output", type=Path, help="a folder of records and checkpoints; default: the repository's")
@@ -36,11 +36,14 @@ def main() -> None:
     if options.data_dir and not options.output:
         parser.error("--data-dir needs --output: the repository's records are of the standard library")
     torch.set_num_threads(options.threads)
+    if options.output and options.output.is_file():
+        parser.error(f"--output {options.output} is a file; it takes a folder")
+    names, cases = options.names or EXPERIMENTS, options.cases.split(",") if options.cases else None
+    for found in map(experiment, names if cases else ()):
+        harness.chosen(found.cases(found.settings[found.size(options.size)]), cases, found)
     command = [sys.executable, "-m", "benchmarks.evidence", *sys.argv[1:], "--processes=1"]  # the last one counts
     others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(options.processes - 1)]
-    cases = options.cases.split(",") if options.cases else None
-    for name in options.names or EXPERIMENTS:
-        found = experiment(name)
+    for found in map(experiment, names):
         record = harness.run(found, options.size, cases, options.output, options.data_dir)
         print(page.section(found, record), flush=True)
     failed = [other.wait() for other in others]
@@ -49,4 +52,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on") from None

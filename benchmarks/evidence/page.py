@@ -15,28 +15,34 @@ from benchmarks.evidence.harness import RESULTS, SIZES, Experiment
 from benchmarks.evidence.statistics import LIMIT
 from benchmarks.evidence.training.replicas import Shape
 
+MOST_NAMES = 20
+"""Cases that are named on the page."""
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
 # Evidence
 
 Claims by others and by this project, each beside a measurement. Every part ends with the command that measures it
-again, in a checkout of the repository after `make .venv`. The command prints the part for the records in FOLDER, a new
-folder. An interrupted command resumes when you run it again. `make evidence` runs every experiment in a size that takes
-an hour on two cores; where the repository has records of a larger size, the page shows these.
+again, in a checkout of the repository after `make .venv`. It runs the experiment, keeps its records in FOLDER, and
+prints the part made from them. If you interrupt it, run it again with the same FOLDER: cases that are done are kept,
+and a long case goes on from its last checkpoint, written every two minutes.
+
+There are three sizes. Without `--night` or `--full`, the same experiment is smaller: all of them together, which is
+`make evidence`, take about an hour on two cores. The page shows the largest size that was recorded.
 
 `python -m benchmarks.evidence.page` writes this page from the records in
 [`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of verdicts are fixed in
 [the experiment's file](../../benchmarks/evidence/experiments) before it runs.
 
 **What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds count from 0.
-Models in BF16 round these weights; split and Kahan summation keep what is rounded off. Norms stay in FP32, except with
-rounding to nearest, which is `model.to(bfloat16)` with torch's optimizer. States are in BF16, unless said otherwise.
+BF16 modes round these weights; split and Kahan summation keep what is rounded off. "Rounding to nearest" is plain
+`model.to(bfloat16)` with torch's optimizer, norms included; all others keep norms in FP32. States are in BF16, unless
+said otherwise.
 Losses are those of text that is held out, in nats per byte; differences are from FP32.
 
-**Verdicts.** A difference is the mean over seeds, with its 95% interval; one interval in twenty misses. "equal": the
-interval lies within ±{LIMIT}, unless another limit is named. "worse" or "better": it lies beyond the limit. "above" or
-"below": it excludes zero, but not the limit. "undecided": it excludes neither. "visible" is the smallest difference
-that such a comparison tells from zero in four of five cases.
+**Verdicts.** A difference is the mean over seeds, with its 95% interval; one interval in twenty misses the true value.
+The first of these that is true: "equal": the interval lies within ±{LIMIT}, unless another limit is named. "worse" or
+"better": it lies beyond the limit. "above" or "below": it lies on one side of zero. "undecided". "visible" is the
+smallest difference that such a comparison tells from zero in four of five cases.
 """
 
 
@@ -103,10 +109,14 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
     size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
     machines = {"{cpu}, Python {python}, torch {torch}".format(**case["machine"]) for case in cases}
     texts = {case["text"] for case in cases if "text" in case}
+    names = [f"`{name}`" for name in record["cases"]]
+    listed = (
+        ", ".join(names) if len(names) <= MOST_NAMES else f"{', '.join(names[:MOST_NAMES])}, … ({len(names)} in all)"
+    )
     command = (
-        f"`python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} hours of one "
-        f"core ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}). "
-        f'`--cases "{example}"` measures a part of it.'
+        f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} "
+        f"hours of one core ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}). "
+        f'`--cases "{example}"` measures a part of it, with what it is compared with. Cases: {listed}.'
     )
     return "\n\n".join([f"## {found.title}", found.text, table, *found.tables, command])
 

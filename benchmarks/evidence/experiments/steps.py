@@ -310,4 +310,4 @@ def _statistics_table(results: dict[str, Any], modes: dict[str, str]) -> str:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("steps", _SIZES, cases, run, section, "fp32*", "sr*", needs, compare)
+EXPERIMENT = Experiment("steps", _SIZES, cases, run, section, "fp32*", "kahan*", needs=needs, compare=compare)

@@ -39,6 +39,8 @@ def load(folder: Path | None) -> Bytes:
         parts = ["\n".join(each["text"]).encode() for each in (text.train, text.validation)]
     else:
         whole = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
+        if not folder.is_dir():
+            raise SystemExit(f"--data-dir: there is no folder {folder}")
         if len(whole) < SMALLEST:
             raise SystemExit(f"--data-dir: the .txt files of {folder} have {len(whole)} bytes; it takes {SMALLEST:,}")
         parts = [whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]]
