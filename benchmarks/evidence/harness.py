@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +52,7 @@ class Experiment:
     cases: Callable[[Any], list[str]]
     run: Callable[[str, Any, Workspace], dict[str, Any]]
     section: Callable[[dict[str, Any]], Any]
+    _: KW_ONLY
     reference: str = ""
     example: str = "*"
     needs: Callable[[str], list[str]] = lambda case: []

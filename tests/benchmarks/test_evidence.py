@@ -73,6 +73,7 @@ def test_a_seed_has_its_weights_and_data_whatever_the_others_are():
 def test_an_interrupted_run_has_the_record_of_one_that_was_not(record, monkeypatch):
     whole = record("whole")
     assert set(whole["cases"]) == set(steps.cases(SETTINGS))
+    assert set(whole["compared"]["distance"]) == set(whole["cases"]) - {"fp32", "fp32-cooldown"}
     save = harness.Workspace.save
 
     def interrupted(work, case, checkpoint):

@@ -164,4 +164,6 @@ def _table(rates: tuple[float, ...], rows: list[list[str]]) -> str:
 
 
 _SIZES = {"hour": Settings(seeds=5, steps=500), "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("learning-rates", _SIZES, cases, run, section, "* fp32 *", "* autocast *,* sr *", needs=needs)
+EXPERIMENT = Experiment(
+    "learning-rates", _SIZES, cases, run, section, reference="* fp32 *", example="* autocast *,* sr *", needs=needs
+)

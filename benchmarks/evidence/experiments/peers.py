@@ -285,4 +285,6 @@ def _words(settings: dict[str, Any], results: dict[str, Any], recorded: dict[str
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("peers", _SIZES, cases, run, section, FP32_CASE, "*-kahan-*", alone=STEP_TIME, compare=compare)
+EXPERIMENT = Experiment(
+    "peers", _SIZES, cases, run, section, reference=FP32_CASE, example="*-kahan-*", alone=STEP_TIME, compare=compare
+)

@@ -356,4 +356,6 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("reinforcement", _SIZES, cases, run, section, "fp32 *", "* 1e-06", needs=needs)
+EXPERIMENT = Experiment(
+    "reinforcement", _SIZES, cases, run, section, reference="fp32 *", example="* 1e-06", needs=needs
+)

@@ -154,4 +154,4 @@ def _cost(deviation: float) -> str:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("scale", _SIZES, cases, run, section, "fp32 *", "split *")
+EXPERIMENT = Experiment("scale", _SIZES, cases, run, section, reference="fp32 *", example="split *")

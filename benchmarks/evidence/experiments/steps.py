@@ -310,4 +310,6 @@ def _statistics_table(results: dict[str, Any], modes: dict[str, str]) -> str:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("steps", _SIZES, cases, run, section, "fp32*", "kahan*", needs=needs, compare=compare)
+EXPERIMENT = Experiment(
+    "steps", _SIZES, cases, run, section, reference="fp32*", example="kahan*", needs=needs, compare=compare
+)
