@@ -141,7 +141,7 @@ def _line(label: str, parameters: list[int], differences: list[np.ndarray]) -> l
         Row(
             f"{label}: the difference at {LARGE:,} parameters, if it were on a straight line",
             str(Paired(line.intercept + line.slope * at, half, math.nan, math.nan)),
-            f"not measured: {_cost(residual)}",
+            f"not measured; it would take {_cost(residual)}",
         ),
     ]
 
