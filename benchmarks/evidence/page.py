@@ -6,13 +6,13 @@ python -m benchmarks.evidence.page
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.evidence import EXPERIMENTS, experiment
 from benchmarks.evidence.harness import RESULTS, SIZES, Experiment
-from benchmarks.evidence.statistics import LIMIT
+from benchmarks.evidence.statistics import LIMIT, Paired, verdict
 from benchmarks.evidence.training.replicas import Shape
 
 MOST_NAMES = 20
@@ -36,8 +36,7 @@ There are three sizes. Without `--night` or `--full`, the same experiment is sma
 **What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds count from 0.
 BF16 modes round these weights; split and Kahan summation keep what is rounded off. "Rounding to nearest" is plain
 `model.to(bfloat16)` with torch's optimizer, norms included; all others keep norms in FP32. States are in BF16, unless
-said otherwise.
-Losses are those of text that is held out, in nats per byte; differences are from FP32.
+said otherwise. Losses are those of text that is held out, in nats per byte; differences are from FP32.
 
 **Verdicts.** A difference is the mean over seeds, with its 95% interval; one interval in twenty misses the true value.
 The first of these that is true: "equal": the interval lies within ±{LIMIT}, unless another limit is named. "worse" or
@@ -78,6 +77,14 @@ class Section(NamedTuple):
     text: str
     rows: list[Row]
     tables: list[str]
+
+
+def all_equal(claim: str, pairs: Sequence[Paired], kind: str) -> Row:
+    """The row of a claim that several comparisons test, one for each of a `kind` of things (a plural)."""
+    equal = sum(verdict(found) == "equal" for found in pairs)
+    reach = max(abs(found.mean) + found.half for found in pairs)
+    measured = f"intervals reach {reach:.4f}; visible: {max(found.visible for found in pairs):.4f}"
+    return Row(claim, measured, f"equal at {equal} of {len(pairs)} {kind}")
 
 
 def describe(settings: dict[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""What is claimed, one experiment a file."""
+"""The experiments, one per file."""

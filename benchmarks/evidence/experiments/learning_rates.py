@@ -147,7 +147,7 @@ _PICTURE = "Progress in fine-tuning by learning rate, as a share of FP32's, for 
 
 
 def _claim_of_ozkara(stochastic: float, mixed: float, settings: Settings) -> Row:
-    """Whether stochastic rounding takes 2 to 4 times the rate, also if the neighbouring rate were the largest."""
+    """Whether stochastic rounding takes 2 to 4 times the rate, give or take one step of the grid of rates."""
     ratio, notch = stochastic / mixed, settings.large_rates[-1] / settings.large_rates[-2]
     inside = [2 <= ratio * factor <= 4 for factor in (1 / notch, 1, notch)]
     return Row(

@@ -135,8 +135,7 @@ def trained(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
             work.save(case, checkpoint(step + 1, model, optimizer))
     with precision():
         loss = validation(model, sequences)
-    weights = torch.cat([param.detach().float().flatten(1) for param in params], dim=1)
-    np.save(work.path(case, "npy"), weights.numpy())
+    steps.snapshot(model, work.path(case, "npy"))
     work.progress(f"{case}: loss {float(loss.mean()):.4f} ± {float(loss.std()):.4f}")
     one, other = (replica(candidate, settings, rank) for rank in range(2))
     apart = float((one != other).float().mean())
@@ -144,7 +143,7 @@ def trained(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 
 
 def checkpoint(step: int, model: Replicas, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a run goes on from; states as they are, since torch's `load_state_dict` casts some to the weights' dtype."""
+    """A checkpoint with the raw optimizer states: torch's `load_state_dict` would cast some to the weights' dtype."""
     return {
         "step": step,
         "model": model.state_dict(),
@@ -203,8 +202,7 @@ def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, An
     for case in results:
         paths = [work.path(name, "npy") for name in (case, FP32_CASE)]
         if case not in (FP32_CASE, STEP_TIME) and all(path.exists() for path in paths):
-            weights, exact = map(np.load, paths)
-            distances[case] = (np.linalg.norm(weights - exact, axis=1) / np.linalg.norm(exact, axis=1)).tolist()
+            distances[case] = steps.distance(*paths)
     return {"distance": distances}
 
 

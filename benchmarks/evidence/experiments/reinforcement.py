@@ -95,7 +95,7 @@ def needs(case: str) -> list[str]:
 
 
 def updates(param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """What the last step of torch's AdamW without decay had to subtract from `param`, from its moments; FP32."""
+    """The last update of `param` by torch's AdamW without decay, computed from its moments in FP32."""
     group, state = optimizer.param_groups[0], optimizer.state[param]
     first, second = (
         state[name].float() / (1 - beta ** float(state["step"]))
@@ -280,7 +280,7 @@ def section(record: dict[str, Any]) -> Section:
         return Row(claim, found.in_full(), word, *source)
 
     def share_row(claim: str, values: np.ndarray, at_least: float, *source: str) -> Row:
-        """Whether a share is above `at_least` in every seed's runs."""
+        """Whether the mean share over seeds is above `at_least`."""
         found = paired(values, np.zeros(len(values)))
         word = (
             "yes" if found.mean - found.half > at_least else "no" if found.mean + found.half < at_least else "undecided"

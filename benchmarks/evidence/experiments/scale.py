@@ -15,7 +15,7 @@ import numpy as np
 from scipy.stats import linregress, norm, t
 
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.page import Row, Section, markdown_table
+from benchmarks.evidence.page import Row, Section, all_equal, markdown_table
 from benchmarks.evidence.statistics import CONFIDENCE, LIMIT, POWER, Paired, grows, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
@@ -101,11 +101,7 @@ def section(record: dict[str, Any]) -> Section:
         pairs = [paired(losses(mode, size), losses("fp32", size)) for size in sizes]
         table.append([MODES[mode].label, *(f"{each} {verdict(each)}" for each in pairs)])
         scatter.append([MODES[mode].label, *(f"{each.deviation:.4f}" for each in pairs)])
-        equal = sum(verdict(each) == "equal" for each in pairs)
-        reach = max(abs(each.mean) + each.half for each in pairs)
-        measured = f"intervals reach {reach:.4f}; visible: {max(each.visible for each in pairs):.4f}"
-        claim = f"{MODES[mode].label}: ends where FP32 does"
-        rows.append(Row(claim, measured, f"equal at {equal} of {len(sizes)} sizes"))
+        rows.append(all_equal(f"{MODES[mode].label}: ends where FP32 does", pairs, "sizes"))
         if len(sizes) > 2:
             rows += _line(MODES[mode].label, parameters, [losses(mode, size) - losses("fp32", size) for size in sizes])
     models = ", ".join(
@@ -127,7 +123,7 @@ def section(record: dict[str, Any]) -> Section:
 
 
 def _line(label: str, parameters: list[int], differences: list[np.ndarray]) -> list[Row]:
-    """Whether differences grow with the logarithm of the size, and where a straight line ends."""
+    """Whether differences grow with the logarithm of the size, and what a straight line gives at `LARGE`."""
     x = np.concatenate([[math.log10(count)] * len(each) for count, each in zip(parameters, differences, strict=True)])
     y = np.concatenate(differences)
     line = linregress(x, y)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.page import Row, Section, describe, markdown_table
+from benchmarks.evidence.page import Section, all_equal, describe, markdown_table
 from benchmarks.evidence.statistics import paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
@@ -90,10 +90,7 @@ def section(record: dict[str, Any]) -> Section:
             continue
         pairs = [paired(losses[f"{way} {beta2}"], losses[f"fp32 {beta2}"]) for beta2 in betas]
         table.append([mode.label, *(f"{found} {verdict(found)}" for found in pairs)])
-        equal = sum(verdict(found) == "equal" for found in pairs)
-        reach = max(abs(found.mean) + found.half for found in pairs)
-        measured = f"intervals reach {reach:.4f}; visible: {max(found.visible for found in pairs):.4f}"
-        rows.append(Row(f"{mode.label}: ends where FP32 does", measured, f"equal at {equal} of {len(betas)} values"))
+        rows.append(all_equal(f"{mode.label}: ends where FP32 does", pairs, "values"))
     words = (
         f"{describe(settings)} {settings['steps']:,} steps of AdamW with decay 0.1 at a rate that falls from "
         f"{settings['lr']} to zero, with several values of β₂."

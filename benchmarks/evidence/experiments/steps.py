@@ -7,6 +7,7 @@ steps, in the same mode and, for stochastic rounding, also in split, which takes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     classes = byte_classes(data.train)
 
     def observe() -> dict[str, Any]:
-        snapshot(training.model, work, case, training.step)
+        snapshot(training.model, work.path(f"{case}-{training.step}", "npy"))
         return weight_statistics(training.model, training.optimizer, classes)
 
     points = training.run(last + length if cooldown else last, settings.records, observe)
@@ -155,10 +156,16 @@ def weight_statistics(model: Replicas, optimizer: torch.optim.Optimizer, classes
     }
 
 
-def snapshot(model: Replicas, work: Workspace, case: str, step: int) -> None:
-    """Keep the weights, to compare them with those of other cases."""
+def snapshot(model: Replicas, path: Path) -> None:
+    """Save the weights, to compare them with those of other cases."""
     weights = torch.cat([param.detach().float().flatten(1) for param in model.parameters()], dim=1)
-    np.save(work.path(f"{case}-{step}", "npy"), weights.numpy())
+    np.save(path, weights.numpy())
+
+
+def distance(path: Path, reference: Path) -> list[float]:
+    """How far the weights of two snapshots are apart, relative to the norm of the second; of each seed."""
+    weights, exact = map(np.load, (path, reference))
+    return (np.linalg.norm(weights - exact, axis=1) / np.linalg.norm(exact, axis=1)).tolist()
 
 
 def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -169,9 +176,7 @@ def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, An
         for step in (point["step"] for point in result["points"]):
             paths = [work.path(f"{name}-{step}", "npy") for name in (case, reference)]
             if case != reference and all(path.exists() for path in paths):
-                weights, exact = map(np.load, paths)
-                distance = np.linalg.norm(weights - exact, axis=1) / np.linalg.norm(exact, axis=1)
-                distances.setdefault(case, {})[str(step)] = distance.tolist()
+                distances.setdefault(case, {})[str(step)] = distance(*paths)
     variances = {case: rounding_variance(case, settings, work) for case in ("sr", "sr-int8") if case in results}
     return {"distance": distances, "rounding": {case: found for case, found in variances.items() if found}}
 
