@@ -39,6 +39,8 @@ TESTS = [
     "tests/gpu/test_offload_on_gpu.py",
     "tests/gpu/test_mean_on_gpu.py",
     "tests/gpu/test_fsdp2_on_gpu.py",
+    "tests/optim/test_changed_weights.py",
+    "tests/gpu/test_attention_and_liger_on_gpu.py",
     "tests/optim/test_backends.py",
     "tests/optim/test_split.py",
     "tests/optim/test_split24.py",

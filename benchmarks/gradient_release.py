@@ -5,6 +5,7 @@ ratios are medians over rounds. "CPU" is the time of the process on all of its c
 
     python benchmarks/gradient_release.py [--hidden 512] [--layers 8] [--tokens 64] [--rounds 30] [--optim NAME]
         [--output FILE.json]
+    python benchmarks/gradient_release.py --device cuda --hidden 2048 --layers 16 --tokens 2048
 """
 
 from __future__ import annotations
@@ -46,20 +47,27 @@ class Run:
             num_attention_heads=8,
         )
         self.bucket = bucket
-        self.model = LlamaForCausalLM(config)
+        with torch.device(options.device):
+            self.model = LlamaForCausalLM(config)
         hf_lowprec.cast_model(self.model)
         cls, kwargs = hf_lowprec.optimizer_factory(options.optim, gradient_release=bucket is not None)
         self.optimizer: LowPrecisionOptimizer = cls(self.model.parameters(), **kwargs)
-        self.tokens = torch.randint(0, options.vocabulary, (1, options.tokens))
+        self.tokens = torch.randint(0, options.vocabulary, (1, options.tokens), device=options.device)
 
     def step(self) -> tuple[float, float]:
         """Train one step; return its seconds, of the clock and of the CPU."""
         gradient_buckets.BUCKET_ELEMENTS = self.bucket or gradient_buckets.BUCKET_ELEMENTS
+        self._wait()
         start, used = time.perf_counter(), time.process_time()
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._wait()
         return time.perf_counter() - start, time.process_time() - used
+
+    def _wait(self) -> None:
+        if self.tokens.is_cuda:
+            torch.cuda.synchronize()
 
     def gradient_bytes(self) -> int:
         """The most bytes of gradients that exist at once in a step."""
@@ -92,6 +100,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--optim", default="adamw_bf16_kahan")
     parser.add_argument("--buckets", type=int, nargs="+", default=BUCKETS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args(words)

@@ -43,6 +43,7 @@ class Experiment:
         example: patterns of a few cases that can be compared, for the page.
         needs: the names of the cases whose checkpoints a case begins with.
         alone: the case that runs when no other does.
+        on_gpus: whether cases can run on a GPU.
         compare: what cases say together; takes the settings, the workspace and the results, and returns JSON data in
             dictionaries by name and case.
     """
@@ -57,6 +58,7 @@ class Experiment:
     example: str = "*"
     needs: Callable[[str], list[str]] = lambda case: []
     alone: str = ""
+    on_gpus: bool = False
     compare: Callable[[Any, Workspace, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]] = lambda *_: {}
 
     def size(self, size: str) -> str:
@@ -72,11 +74,13 @@ class Workspace:
         folder: where.
         progress: is called with a line of text.
         data: a folder of text files; None takes what is installed.
+        device: the type of device to train on.
     """
 
     folder: Path
     progress: Callable[[str], None]
     data: Path | None
+    device: str = "cpu"
     recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
     _locks: dict[str, TextIO] = field(default_factory=dict)
 
@@ -146,8 +150,8 @@ def replace_text(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def machine() -> dict[str, Any]:
-    """The processor, the number of threads, and the versions of Python and packages."""
+def machine(device: str) -> dict[str, Any]:
+    """The processor, the number of threads, the GPU if it is used, and the versions of Python and packages."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -157,6 +161,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        **({} if device == "cpu" else {"gpu": torch.cuda.get_device_name()}),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "hf_lowprec", "numpy")},
     }
@@ -168,6 +173,7 @@ def run(
     patterns: list[str] | None = None,
     output: Path | None = None,
     data: Path | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Run the cases that are not done, and write the record of those that are; returns the record.
 
@@ -179,7 +185,10 @@ def run(
         patterns: of the cases to run, as of file names; None means all.
         output: the folder of records and workspaces; None means `RESULTS` and `CACHE`.
         data: see `Workspace`.
+        device: see `Workspace`.
     """
+    if device != "cpu" and not experiment.on_gpus:
+        raise SystemExit(f"--device {device}: {experiment.name} runs on a CPU only")
     size = experiment.size(size)
     settings = experiment.settings[size]
     results, cache = (RESULTS, CACHE) if output is None else (output, output / "checkpoints")
@@ -188,9 +197,11 @@ def run(
     def progress(line: str) -> None:
         print(f"[{time.monotonic() - start:7.0f} s] {experiment.name}: {line}", file=sys.stderr, flush=True)
 
-    work = Workspace(cache / f"{experiment.name}-{size}", progress, data)
+    work = Workspace(cache / f"{experiment.name}-{size}", progress, data, device)
     path = results / f"{experiment.name}-{size}.json"
-    description = json.loads(json.dumps({"experiment": experiment.name, "size": size, "settings": asdict(settings)}))
+    where = {} if device == "cpu" else {"device": device}
+    description = {"experiment": experiment.name, "size": size, **where}
+    description |= json.loads(json.dumps({"settings": asdict(settings)}))
     check_settings(work, description["settings"])
     known = {}
     if path.exists() and (earlier := json.loads(path.read_text(encoding="utf-8"))).items() >= description.items():
@@ -211,7 +222,7 @@ def run(
             continue
         if not work.has_ended(case):  # by another process, just before it was claimed
             work.begin(case)
-            result = {**experiment.run(case, settings, work), "machine": machine()}
+            result = {**experiment.run(case, settings, work), "machine": machine(device)}
             check_text(result, work, names)
             result["seconds"] = round(work.seconds())
             replace_text(work.path(case, "json"), json.dumps(result))

@@ -114,7 +114,10 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
     cases = record["cases"].values()
     hours = sum(case["seconds"] for case in cases) / 3600
     size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
-    machines = {"{cpu}, Python {python}, torch {torch}".format(**case["machine"]) for case in cases}
+    machines = {
+        f"{machine.get('gpu', machine['cpu'])}, Python {machine['python']}, torch {machine['torch']}"
+        for machine in (case["machine"] for case in cases)
+    }
     texts = {case["text"] for case in cases if "text" in case}
     names = [f"`{name}`" for name in record["cases"]]
     listed = (

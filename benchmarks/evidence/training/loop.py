@@ -36,6 +36,7 @@ class Training:
     options: dict[str, Any] = field(default_factory=lambda: {"weight_decay": 0.1})
 
     def __post_init__(self) -> None:
+        self.model.to(self.work.device)
         self.optimizer = self.mode.optimizer(self.model, lr=self.rate(0), **self.options)
         self.step, self.points = 0, list[dict[str, Any]]()
 
@@ -64,8 +65,8 @@ class Training:
         while self.step < last:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(self.step)
-            with self.mode.precision():
-                losses = self.model.losses(self.batches.of_step(self.step))
+            with self.mode.precision(self.work.device):
+                losses = self.model.losses(on_device_of(self.model, self.batches.of_step(self.step)))
             losses.sum().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -83,12 +84,18 @@ class Training:
 
     def validation(self) -> Tensor:
         """See `validation`; in the mode's precision."""
-        with self.mode.precision():
+        with self.mode.precision(self.work.device):
             return validation(self.model, self.batches)
 
 
 @torch.no_grad()
 def validation(model: Any, batches: Any) -> Tensor:
     """The mean loss of each seed on what is held out, FP64."""
-    parts = [(model.losses(batch).double(), rows) for batch, rows in batches.validation()]
+    parts = [(model.losses(on_device_of(model, batch)).double().cpu(), rows) for batch, rows in batches.validation()]
     return sum(losses * rows for losses, rows in parts) / sum(rows for _, rows in parts)
+
+
+def on_device_of(model: Any, batch: Tensor | tuple[Tensor, ...]) -> Any:
+    """A batch where the model is."""
+    device = next(model.parameters()).device
+    return batch.to(device) if isinstance(batch, Tensor) else tuple(part.to(device) for part in batch)

@@ -50,9 +50,9 @@ class Mode:
         hf_lowprec.cast_model(model, keep_low_bits=self.rounding != "stochastic")
         return getattr(hf_lowprec, algorithm)(model.parameters(), rounding=self.rounding, **settings, **self.options)
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """The context of forward and loss."""
-        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+    def precision(self, device: str = "cpu") -> AbstractContextManager[Any]:
+        """The context of forward and loss on a device of this type."""
+        return torch.autocast(device, torch.bfloat16) if self.autocast else nullcontext()
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ class Replicas(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of shape (seeds, sequences × length, bytes) for tokens of shape (seeds, sequences, length)."""
         seeds, sequences, length = tokens.shape
-        offsets = BYTES * torch.arange(seeds).view(-1, 1, 1)
+        offsets = BYTES * torch.arange(seeds, device=tokens.device).view(-1, 1, 1)
         hidden = F.embedding(tokens + offsets, self.table.flatten(0, 1)) + self.places[:, None]
         hidden = hidden.view(seeds, sequences * length, -1)
         for block in self.blocks:

@@ -1,0 +1,76 @@
+"""Kernels of others in a cast model: torch's flash attention, and Liger's."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import hf_lowprec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_attention_is_torchs_flash_kernel():
+    """It takes 16-bit tensors only, so a query, key or value in FP32 would raise."""
+    model = llama().cuda()
+    hf_lowprec.cast_model(model)
+    tokens = torch.randint(0, 1024, (2, 128), device="cuda")
+    gradients = []
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        model.zero_grad()
+        with sdpa_kernel([kernel]):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        gradients.append(torch.cat([param.grad.flatten().double() for param in model.parameters()]))
+    flash, plain = gradients
+    # Both round to BF16, whose relative error is at most 2**-9, in some tens of operations, whose errors average.
+    assert (flash - plain).norm() <= 16 * 2**-9 * plain.norm()
+
+
+class Losses(Trainer):
+    """Keeps the loss of every micro-batch."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.kept = [*getattr(self, "kept", []), loss.detach()]
+        return loss
+
+
+@pytest.mark.parametrize("config", [{}, {"fused_linear_cross_entropy": False}], ids=str)
+def test_training_with_ligers_kernels_is_training_without_them(tmp_path, config):
+    pytest.importorskip("liger_kernel")
+    tokens = torch.randint(0, 64, (64, 128), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    losses, models = {}, {}
+    for liger in (False, True):
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            optim="adamw_bf16_split",
+            learning_rate=1e-3,
+            max_steps=16,
+            per_device_train_batch_size=4,
+            use_liger_kernel=liger,
+            liger_kernel_config=config if liger else None,
+            save_strategy="no",
+            report_to="none",
+        )
+        trainer = Losses(model=copy.deepcopy(llama()), args=args, train_dataset=data)
+        trainer.train()
+        losses[liger] = torch.stack(trainer.kept).double().cpu()
+        models[liger] = trainer.model
+    assert [models[liger].model.norm._get_name() for liger in (False, True)] == ["LlamaRMSNorm", "LigerRMSNorm"]
+    assert {name: param.dtype for name, param in models[True].named_parameters()} == {
+        name: param.dtype for name, param in models[False].named_parameters()
+    }
+    print(f"losses without and with Liger: {losses[False].tolist()} {losses[True].tolist()}")
+    assert losses[False][0] - losses[False][-1] > 2
+    assert (losses[True] - losses[False]).abs().max() <= 0.05
