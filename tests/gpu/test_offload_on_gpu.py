@@ -7,6 +7,7 @@ from torch import nn
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.offload import host_steps
+from hf_lowprec.rounding.low_bits import chunk_size
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -45,7 +46,8 @@ def test_it_is_the_ordinary_step(monkeypatch, options):
     expected, _ = trained(backend="eager", **on_gpu)
     found, optimizer = trained(offload_states=True, **options)
     assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(expected, found, strict=True))
-    assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+    kept = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert kept and all(value.device.type == "cpu" for value in kept)  # the GPU decides whether a step counts
 
 
 def test_the_gpu_keeps_weights_and_one_bucket_of_gradients(monkeypatch):
@@ -69,4 +71,7 @@ def test_the_gpu_keeps_weights_and_gradients_alone():
     param.grad = torch.ones_like(param)
     AdamW([param], rounding="split", offload_states=True).step()
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 1.03 * 4 * param.numel()
+    # Low bits to start with are computed in chunks, of which the largest of some temporaries has 8 bytes per element.
+    temporaries = 40 * chunk_size(param.device)
+    assert torch.cuda.max_memory_allocated() - before <= 1.03 * 4 * param.numel() + temporaries
+    assert temporaries < 64 << 20

@@ -14,7 +14,7 @@ from tests.support.optim.every_kind_of_value import in_some_rows, values_of_ever
 from tests.support.optim.every_optimizer import MODES, OPTIONS, build
 from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes.shards import shard
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import device_of, require_triton
 
 BF16 = torch.bfloat16
 SHAPES = [(40, 64), (7,), (3, 33), (300, 32), (2, 3, 96), (64,)]
@@ -23,16 +23,17 @@ TRACKED = [len(shape) > 1 and shape[-1] % 32 == 0 for shape in SHAPES]
 BF16_MODES = [mode for dtype, mode in MODES if dtype == BF16]
 
 
-def weights() -> list[nn.Parameter]:
+def weights(device: str = "cpu") -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(BF16)) for shape in SHAPES]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, BF16)) for shape in SHAPES]
 
 
 def give_gradients(params, step: int, special: bool = False) -> None:
     generator = torch.Generator().manual_seed(step)
     for param in params:
         grad = torch.randn(param.shape, generator=generator).to(BF16)
-        param.grad = in_some_rows(grad, 3, generator) if special and grad.ndim > 1 else grad
+        grad = in_some_rows(grad, 3, generator) if special and grad.ndim > 1 else grad
+        param.grad = grad.to(param.device)
 
 
 def bits(param: torch.Tensor) -> torch.Tensor:
@@ -62,13 +63,13 @@ def test_a_word_has_the_bits_of_its_block():
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_bit_is_set_where_the_stored_weight_has_other_bits(backend, name, options):
     """Over one step, over two, and where weights and gradients are of every kind; the step itself stays as it was."""
-    params, untracked = weights(), weights()
+    params, untracked = (weights(device_of(backend)) for _ in range(2))
     options = {**OPTIONS[name][0], **options, "lr": 1e-4, "backend": backend}
     optimizer, ordinary = build(name, params, track_changes=True, **options), build(name, untracked, **options)
     for step, steps in enumerate((1, 2, 1)):
         special = step == 2
         if special:
-            values = values_of_every_kind(params[0].detach(), torch.Generator().manual_seed(9))
+            values = values_of_every_kind(params[0].detach().cpu(), torch.Generator().manual_seed(9))
             for param in (params[0], untracked[0]):
                 param.data.copy_(values)
         before = list(map(bits, params))
