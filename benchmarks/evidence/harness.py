@@ -39,7 +39,7 @@ class Experiment:
         cases: the names of the runs, in the order in which they are begun.
         run: runs a case; takes its name, the settings and its `Workspace`, and returns JSON data.
         section: the part of the page that a record gives, a `page.Section`.
-        reference: pattern of the cases with which others are compared; they run whenever others do.
+        reference: pattern of the cases with which a case is compared; they run whenever it does.
         example: patterns of a few cases that can be compared, for the page.
         needs: the names of the cases whose checkpoints a case begins with.
         alone: the case that runs when no other does.
@@ -54,7 +54,7 @@ class Experiment:
     run: Callable[[str, Any, Workspace], dict[str, Any]]
     section: Callable[[dict[str, Any]], Any]
     _: KW_ONLY
-    reference: str = ""
+    reference: Callable[[str], str] = lambda case: ""
     example: str = "*"
     needs: Callable[[str], list[str]] = lambda case: []
     alone: str = ""
@@ -248,7 +248,9 @@ def chosen(names: list[str], patterns: list[str] | None, experiment: Experiment)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
             raise SystemExit(f"--cases: {experiment.name} has no {pattern}; it has {', '.join(names)}")
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in [*patterns, experiment.reference])]
+    asked = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    patterns = [*patterns, *map(experiment.reference, asked)]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def check_text(result: dict[str, Any], work: Workspace, names: list[str]) -> None:

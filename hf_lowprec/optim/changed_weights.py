@@ -46,10 +46,9 @@ class ChangedBits:
         words = self._words.get(param)
         if words is None:
             return None
-        parts = enumerate(words.view(-1).split(_CHUNK // BLOCK))
-        found = torch.cat([elements_of_words(part) + number * _CHUNK for number, part in parts])
+        found = list(map(elements_of_words, words.view(-1).split(_CHUNK // BLOCK)))
         words.zero_()
-        return found
+        return torch.cat([part + number * _CHUNK if number else part for number, part in enumerate(found)])
 
 
 def changed_weights(optimizer: Algorithm) -> dict[Tensor, Tensor | None]:

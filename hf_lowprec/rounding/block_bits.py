@@ -27,6 +27,6 @@ def block_bits(flags: Tensor) -> Tensor:
 
 def elements_of_words(words: Tensor) -> Tensor:
     """The places of the elements whose bits are set in contiguous `words`, ascending; int64 of shape (elements)."""
-    masks = torch.tensor([1 << k for k in range(8)], dtype=torch.uint8, device=words.device)
+    masks = 1 << torch.arange(8, dtype=torch.uint8, device=words.device)
     # In bytes, the least of a word first: a fourth of the memory that integers would take.
     return (words.view(-1).view(torch.uint8).unsqueeze(1) & masks).flatten().nonzero().flatten()

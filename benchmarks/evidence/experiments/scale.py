@@ -53,13 +53,18 @@ class Settings:
 
 HOUR = Settings(models=((32, 3, 5), (56, 3, 5), (84, 3, 5)), bytes_per_parameter=2, steps=1000)
 FULL = Settings(
-    models=((32, 3, 10), (56, 3, 10), (84, 3, 6), (136, 4, 4), (200, 6, 4), (320, 8, 3), (512, 9, 3)),
+    models=(*Settings.models, (200, 6, 4), (264, 7, 3), (320, 8, 3), (512, 9, 3)),
 )
 
 
 def cases(settings: Settings) -> list[str]:
     """Every mode at every size, large models first, since they take longest."""
     return [f"{mode} {width}x{layers}" for width, layers, _ in reversed(settings.models) for mode in settings.modes]
+
+
+def reference(case: str) -> str:
+    """FP32 at the same size."""
+    return f"fp32 {case.split()[1]}"
 
 
 def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
@@ -150,4 +155,4 @@ def _cost(deviation: float) -> str:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("scale", _SIZES, cases, run, section, reference="fp32 *", example="split *", on_gpus=True)
+EXPERIMENT = Experiment("scale", _SIZES, cases, run, section, reference=reference, example="split *", on_gpus=True)

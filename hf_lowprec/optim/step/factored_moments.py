@@ -42,36 +42,49 @@ def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
 
 def store_means(fused_group: FusedGroup) -> None:
     """Write the new row and column means of the step that was taken into the states."""
-    for entry, new_means in zip(fused_group.entries, fused_group.new_means, strict=False):
-        for name, new in new_means.items():
-            old = entry.means[name]
-            old.copy_(new if fused_group.enabled is None else torch.where(fused_group.enabled, new, old))
+    pairs = [
+        (entry.means[name], new)
+        for entry, new_means in zip(fused_group.entries, fused_group.new_means, strict=False)
+        for name, new in new_means.items()
+    ]
+    if fused_group.enabled is not None:
+        pairs = [(old, torch.where(fused_group.enabled, new, old)) for old, new in pairs]
+    if pairs:
+        torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
 
 
 def _compute_factors(backend_step: BackendStep) -> None:
     group, found = backend_step.fused_group, backend_step.matrix_sums()
-    entries = group.entries
+    entries, vectors = group.entries, group.mean_vectors
     sums = [found[k] if k in found else _matrix_sums(group, k) for k in range(len(entries))]
     of_shards = [sharding_of_dim(entry.param, dim) for entry in entries for dim in (-1, -2)]
     _sum_each_over_shards([part for pair in sums for part in pair], of_shards)
-    totals = []
-    for k, (entry, (of_rows, of_columns)) in enumerate(zip(entries, sums, strict=True)):
-        rows, columns = entry.param.shape[-2:]
-        scalars = group.scalars_of(k)
-        new = {
-            name: entry.means[name] * scalars["beta2"] + (sums / max(count, 1)).float() * scalars["gain2"]
-            for name, sums, count in ((ROW_MEAN, of_rows, columns), (COLUMN_MEAN, of_columns, rows))
-        }
-        group.new_means.append(new)
-        totals.append(new[ROW_MEAN].double().sum(-2, keepdim=True))
+    rows, columns = group.matrix_sizes.unbind(1)
+    values = group.scalars.to(group.device, non_blocking=True).unbind(1)
+    scalars = dict(zip(group.spec.scalars, values, strict=True))
+
+    def new_means(name: str, sums: Iterable[Tensor], counts: Tensor, entry: Tensor) -> Tensor:
+        old = _vector(each.means[name] for each in entries)
+        mean = (_vector(sums) / counts[entry]).float()
+        return old * scalars["beta2"][entry] + mean * scalars["gain2"][entry]
+
+    row_means = new_means(ROW_MEAN, (each.of_rows for each in sums), columns, vectors.entry_of_row)
+    column_means = new_means(COLUMN_MEAN, (each.of_columns for each in sums), rows, vectors.entry_of_column)
+    totals = [each.sum(-2, keepdim=True) for each in vectors.of_rows(row_means.double())]
     _sum_each_over_shards(totals, of_shards[1::2])
-    for k, (entry, total, new) in enumerate(zip(entries, totals, group.new_means, strict=True)):
-        least = group.scalars_of(k)["min_mean"]
-        mean = (total / max(entry.param.shape[-2], 1)).float()
-        mean = torch.where(mean < least, least, mean)
-        row_factor = (mean.double() / new[ROW_MEAN].double()).sqrt().float()
-        column_factor = new[COLUMN_MEAN].double().sqrt().reciprocal().float()
-        entry.factors = row_factor.view(-1), column_factor.view(-1)
+    means, least = (_vector(totals) / rows[vectors.entry_of_matrix]).float(), scalars["min_mean"]
+    means = torch.maximum(means, least[vectors.entry_of_matrix])
+    row_factors = (means.double()[vectors.matrix_of_row] / row_means.double()).sqrt().float()
+    column_factors = column_means.double().sqrt().reciprocal().float()
+    by_entry = zip(vectors.of_rows(row_means), vectors.of_columns(column_means), strict=True)
+    group.new_means = [{ROW_MEAN: row, COLUMN_MEAN: column} for row, column in by_entry]
+    factors = zip(vectors.of_rows(row_factors), vectors.of_columns(column_factors), strict=True)
+    for entry, of_entry in zip(entries, factors, strict=True):
+        entry.factors = of_entry[0].view(-1), of_entry[1].view(-1)
+
+
+def _vector(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _matrix_sums(group: FusedGroup, k: int) -> MatrixSums:

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
+from hf_lowprec.optim.step.matrix_tiles import MeanVectors
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, ScalarFormula, StepScalars
 from hf_lowprec.optim.step.segments import Segments
@@ -153,6 +154,17 @@ class FusedGroup:
         """Elements of each full parameter, at least 1; FP64 of shape (entries) on `device`."""
         counts = [max(math.prod(entry.param.shape), 1) for entry in self.entries]
         return torch.tensor(counts, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def matrix_sizes(self) -> Tensor:
+        """The rows and columns of each full parameter, at least 1; FP64 of shape (entries, 2) on `device`."""
+        sizes = [[max(size, 1) for size in entry.param.shape[-2:]] for entry in self.entries]
+        return torch.tensor(sizes, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def mean_vectors(self) -> MeanVectors:
+        """Where the means of rows and columns lie in vectors of all entries."""
+        return MeanVectors([weight.shape for weight in self.weights], self.device)
 
     def release(self) -> None:
         """Release what belongs to a single step, above all the gradients."""

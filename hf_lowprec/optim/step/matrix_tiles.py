@@ -1,4 +1,4 @@
-"""How factored matrices are divided into tiles, whose sums over rows and columns a kernel computes together."""
+"""Factored matrices together: tiles, whose sums over rows and columns one kernel computes, and vectors of all means."""
 
 from __future__ import annotations
 
@@ -88,6 +88,52 @@ class MatrixTiles:
                 of_columns.view(matrices, blocks, columns).sum(1).view(*shape[:-2], 1, columns),
             )
         return found
+
+
+class MeanVectors:
+    """Where the means of some parameters' rows and columns lie in vectors of all of them, in the parameters' order.
+
+    A GPU takes one launch for an operation on a vector, and would take one for each parameter.
+
+    Attributes:
+        entry_of_row: the position of the parameter to which each row mean belongs; int64.
+        entry_of_column: that of each column mean.
+        entry_of_matrix: that of each matrix.
+        matrix_of_row: the matrix to which each row mean belongs, counted over all parameters; int64.
+
+    Args:
+        shapes: of this rank's parts of the parameters.
+        device: of the vectors.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
+        sizes = torch.tensor([_flat(shape) for shape in shapes], device="cpu")
+        matrices, rows, columns = sizes.unbind(1)
+        entries = torch.arange(len(shapes), device="cpu")
+        entry_of_matrix = entries.repeat_interleave(matrices)
+        found = (
+            entry_of_matrix,
+            entries.repeat_interleave(matrices * rows),
+            entries.repeat_interleave(matrices * columns),
+            torch.arange(len(entry_of_matrix), device="cpu").repeat_interleave(rows[entry_of_matrix]),
+        )
+        moved = (indices.to(device) for indices in found)
+        self.entry_of_matrix, self.entry_of_row, self.entry_of_column, self.matrix_of_row = moved
+        self._row_shapes = [torch.Size((*shape[:-1], 1)) for shape in shapes]
+        self._column_shapes = [torch.Size((*shape[:-2], 1, shape[-1])) for shape in shapes]
+
+    def of_rows(self, vector: Tensor) -> list[Tensor]:
+        """The parts of a vector of all rows: of shape (..., rows, 1) for each parameter."""
+        return _parts(vector, self._row_shapes)
+
+    def of_columns(self, vector: Tensor) -> list[Tensor]:
+        """The parts of a vector of all columns: of shape (..., 1, columns) for each parameter."""
+        return _parts(vector, self._column_shapes)
+
+
+def _parts(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = vector.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _flat(shape: torch.Size) -> tuple[int, int, int]:
