@@ -114,6 +114,7 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
     cases = record["cases"].values()
     hours = sum(case["seconds"] for case in cases) / 3600
     size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
+    size += f" --device {record['device']}" if "device" in record else ""
     machines = {
         f"{machine.get('gpu', machine['cpu'])}, Python {machine['python']}, torch {machine['torch']}"
         for machine in (case["machine"] for case in cases)
@@ -125,7 +126,7 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
     )
     command = (
         f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} "
-        f"hours of one core ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}). "
+        f"hours of one process ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}). "
         f'`--cases "{example}"` measures a part of it, with what it is compared with. Cases: {listed}.'
     )
     return "\n\n".join([f"## {found.title}", found.text, table, *found.tables, command])

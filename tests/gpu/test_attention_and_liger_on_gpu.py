@@ -71,6 +71,7 @@ def test_training_with_ligers_kernels_is_training_without_them(tmp_path, config)
     assert {name: param.dtype for name, param in models[True].named_parameters()} == {
         name: param.dtype for name, param in models[False].named_parameters()
     }
-    print(f"losses without and with Liger: {losses[False].tolist()} {losses[True].tolist()}")
     assert losses[False][0] - losses[False][-1] > 2
-    assert (losses[True] - losses[False]).abs().max() <= 0.05
+    # Logits are rounded to BF16 at other places. Two roundings of all of them, by 2**-9 of values of size 1 and with
+    # signs of their own, change a mean over 508 tokens by 2**-8 / sqrt(508); after steps, by some times that.
+    assert (losses[True] - losses[False]).abs().max() <= 10 * 2**-8 / 508**0.5

@@ -65,16 +65,16 @@ def _compute_factors(backend_step: BackendStep) -> None:
 
     def new_means(name: str, sums: Iterable[Tensor], counts: Tensor, entry: Tensor) -> Tensor:
         old = _vector(each.means[name] for each in entries)
-        mean = (_vector(sums) / counts[entry]).float()
-        return old * scalars["beta2"][entry] + mean * scalars["gain2"][entry]
+        mean = (_vector(sums) / counts.index_select(0, entry)).float()
+        return old * scalars["beta2"].index_select(0, entry) + mean * scalars["gain2"].index_select(0, entry)
 
     row_means = new_means(ROW_MEAN, (each.of_rows for each in sums), columns, vectors.entry_of_row)
     column_means = new_means(COLUMN_MEAN, (each.of_columns for each in sums), rows, vectors.entry_of_column)
     totals = [each.sum(-2, keepdim=True) for each in vectors.of_rows(row_means.double())]
     _sum_each_over_shards(totals, of_shards[1::2])
-    means, least = (_vector(totals) / rows[vectors.entry_of_matrix]).float(), scalars["min_mean"]
-    means = torch.maximum(means, least[vectors.entry_of_matrix])
-    row_factors = (means.double()[vectors.matrix_of_row] / row_means.double()).sqrt().float()
+    means = (_vector(totals) / rows.index_select(0, vectors.entry_of_matrix)).float()
+    means = torch.maximum(means, scalars["min_mean"].index_select(0, vectors.entry_of_matrix))
+    row_factors = (means.double().index_select(0, vectors.matrix_of_row) / row_means.double()).sqrt().float()
     column_factors = column_means.double().sqrt().reciprocal().float()
     by_entry = zip(vectors.of_rows(row_means), vectors.of_columns(column_means), strict=True)
     group.new_means = [{ROW_MEAN: row, COLUMN_MEAN: column} for row, column in by_entry]

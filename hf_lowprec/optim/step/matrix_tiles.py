@@ -96,10 +96,10 @@ class MeanVectors:
     A GPU takes one launch for an operation on a vector, and would take one for each parameter.
 
     Attributes:
-        entry_of_row: the position of the parameter to which each row mean belongs; int64.
+        entry_of_row: the position of the parameter to which each row mean belongs; int32.
         entry_of_column: that of each column mean.
         entry_of_matrix: that of each matrix.
-        matrix_of_row: the matrix to which each row mean belongs, counted over all parameters; int64.
+        matrix_of_row: the matrix to which each row mean belongs, counted over all parameters; int32.
 
     Args:
         shapes: of this rank's parts of the parameters.
@@ -107,18 +107,15 @@ class MeanVectors:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
-        sizes = torch.tensor([_flat(shape) for shape in shapes], device="cpu")
-        matrices, rows, columns = sizes.unbind(1)
-        entries = torch.arange(len(shapes), device="cpu")
-        entry_of_matrix = entries.repeat_interleave(matrices)
-        found = (
-            entry_of_matrix,
-            entries.repeat_interleave(matrices * rows),
-            entries.repeat_interleave(matrices * columns),
-            torch.arange(len(entry_of_matrix), device="cpu").repeat_interleave(rows[entry_of_matrix]),
-        )
-        moved = (indices.to(device) for indices in found)
-        self.entry_of_matrix, self.entry_of_row, self.entry_of_column, self.matrix_of_row = moved
+        matrices, rows, columns = torch.tensor([_flat(shape) for shape in shapes], device="cpu").unbind(1)
+
+        def repeated(counts: Tensor) -> Tensor:
+            return torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(counts).to(device)
+
+        self.entry_of_matrix, self.entry_of_column = repeated(matrices), repeated(matrices * columns)
+        self.entry_of_row = self.matrix_of_row = repeated(matrices * rows)
+        if not all(matrices == 1):
+            self.matrix_of_row = repeated(rows.repeat_interleave(matrices))
         self._row_shapes = [torch.Size((*shape[:-1], 1)) for shape in shapes]
         self._column_shapes = [torch.Size((*shape[:-2], 1, shape[-1])) for shape in shapes]
 
