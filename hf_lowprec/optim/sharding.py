@@ -8,7 +8,7 @@ parameters (`FlatPart`). Every function also accepts plain tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -276,17 +276,11 @@ def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
 
     They are int32 if the tensor has fewer than 2³¹ elements, else int64.
     """
-    options: dict[str, Any] = {
-        "dtype": torch.int32 if math.prod(full_shape(tensor)) < 1 << 31 else torch.int64,
-        "device": local_shard(tensor).device,
-    }
-    runs = list(contiguous_runs(tensor))
-    ends = torch.tensor([run.local_start + run.length for run in runs], **options)
-    shifts = torch.tensor([run.global_start - run.local_start for run in runs], **options)
-    count = local_shard(tensor).numel()
+    dtype = torch.int32 if math.prod(full_shape(tensor)) < 1 << 31 else torch.int64
+    device, count = local_shard(tensor).device, local_shard(tensor).numel()
+    in_full_tensor = _places_in_full_tensor(tensor, dtype, device)
     for first in range(0, count, chunk):
-        positions = torch.arange(first, min(first + chunk, count), **options)
-        yield positions + (shifts if len(runs) == 1 else shifts[torch.searchsorted(ends, positions, right=True)])
+        yield in_full_tensor(torch.arange(first, min(first + chunk, count), dtype=dtype, device=device))
 
 
 def global_places(tensor: Tensor, places: Tensor) -> Tensor:
@@ -294,12 +288,17 @@ def global_places(tensor: Tensor, places: Tensor) -> Tensor:
 
     Places behind its end, as padding has, get indices without meaning.
     """
+    return _places_in_full_tensor(tensor, torch.int64, places.device)(places)
+
+
+def _places_in_full_tensor(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     runs = list(contiguous_runs(tensor))
-    shifts = torch.tensor([run.global_start - run.local_start for run in runs], device=places.device)
+    shifts = [run.global_start - run.local_start for run in runs] or [0]
     if len(runs) < 2:
-        return places + shifts.sum()
-    ends = torch.tensor([run.local_start + run.length for run in runs], device=places.device)
-    return places + shifts[torch.searchsorted(ends, places, right=True).clamp(max=len(runs) - 1)]
+        return lambda places: places + shifts[0] if shifts[0] else places
+    ends = torch.tensor([run.local_start + run.length for run in runs], dtype=dtype, device=device)
+    of_runs = torch.tensor(shifts, dtype=dtype, device=device)
+    return lambda places: places + of_runs[torch.searchsorted(ends, places, right=True).clamp(max=len(runs) - 1)]
 
 
 def _is_shard(placement: Any) -> bool:
