@@ -25,13 +25,11 @@ from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.statistics import Paired, paired, verdict
+from benchmarks.evidence.training.doctor import prediction
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.sums import ANSWER, answer_losses, llama, reward, sums, tokenizer, tokens, train
 from hf_lowprec import LowPrecisionCallback
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
 from hf_lowprec.tools.doctor.advice import MUCH_NOISE, recommend
-from hf_lowprec.tools.doctor.planned_run import plan_run
-from hf_lowprec.tools.doctor.prediction import Prediction, count_weights, predict_rounding
 from hf_lowprec.tools.doctor.update_sizes import ALL, SAMPLE
 
 START, STALE = "start", "stale"
@@ -184,14 +182,6 @@ def trainer(case: str, settings: Settings, model: LlamaForCausalLM, seed: int) -
     return built, watch
 
 
-def prediction(model: nn.Module, rate: float, steps: int, directions: Tensor | None = None) -> Prediction:
-    """The doctor's, for torch's AdamW in BF16; from the rate and the weights alone, or also from Adam's moments."""
-    weights = dict(model.named_parameters())
-    tensors = StoredTensors({n: TensorInfo(w.shape, w.dtype) for n, w in weights.items()}, weights.__getitem__)
-    planned = plan_run("adamw_torch_fused", None, rate, "constant", None, 0, steps, 0.0, (None, None))
-    return predict_rounding(count_weights(tensors), planned, None if directions is None else {ALL: directions})
-
-
 def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     """Supervised training, or GRPO with all seeds one after another; returns what was seen at each recorded step."""
     if case == START:
@@ -203,7 +193,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
         work.save(START, [model.state_dict() for model in trained])
         advice = {}
         for rate in settings.rates:
-            found = prediction(trained[0], rate, settings.steps)
+            found = prediction(dict(trained[0].named_parameters()), rate, settings.steps)
             nearest, stochastic = (found.by_mode[mode][ALL] for mode in ("nearest", "stochastic"))
             said = {"kept": 1 - nearest.lost_in_run, "noise": stochastic.noise, "advice": recommend(found).optim}
             advice[f"{rate:g}"] = said
@@ -216,7 +206,8 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
         trains.train()
         points.append(watch.points)
         if watch.mode == "nearest":
-            seen = prediction(model, trains.args.learning_rate, settings.steps, watch.directions)
+            weights = dict(model.named_parameters())
+            seen = prediction(weights, trains.args.learning_rate, settings.steps, watch.directions)
             from_moments.append(1 - seen.by_mode["nearest"][ALL].lost[-1])
     ends = [each[-1]["reward"] for each in points]
     work.progress(f"{case}: reward {np.mean(ends):.4f} ± {np.std(ends):.4f}")

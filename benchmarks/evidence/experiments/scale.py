@@ -119,6 +119,11 @@ def section(record: dict[str, Any]) -> Section:
         f"Python's standard library, {settings.length} per sequence, in about {settings.steps:,} steps of AdamW with "
         f"β₂ = 0.999 and decay 0.1. The rate is {settings.lr} · √(32 / width), rises at first and falls to a tenth."
     )
+    left = [settings.shape(*model[:2]).parameters() / 1e6 for model in settings.models[len(sizes) :]]
+    if left:
+        patterns = ",".join(f"* {size}" for size in sizes)
+        words += f" Not run yet: {', '.join(f'{count:.1f}' for count in left)} million."
+        words += f' `--cases "{patterns}"` leaves them out.'
     heads = [f"{count / 1e6:.2f} million" for count in parameters]
     tables = [
         f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}",
