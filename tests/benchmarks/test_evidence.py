@@ -115,6 +115,17 @@ def test_patterns_choose_cases_and_those_they_are_compared_with():
     ]
 
 
+def test_a_case_of_one_size_is_compared_with_fp32_of_that_size():
+    names = scale.cases(scale.HOUR)
+    assert harness.chosen(names, ["sr 56x3"], scale.EXPERIMENT) == ["fp32 56x3", "sr 56x3"]
+
+
+def test_an_experiment_that_needs_a_cpu_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="--device cuda: steps runs on a CPU only"):
+        harness.run(steps.EXPERIMENT, "hour", output=tmp_path, device="cuda")
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_process_at_a_time_has_a_case(tmp_path):
     """File locks exclude each other also within a process."""
     one, other = (harness.Workspace(tmp_path, print, None) for _ in range(2))
@@ -183,10 +194,15 @@ def test_a_line_through_sizes_is_continued():
         losses = [2.0 + apart + shift for shift in (-0.1, 0.0, 0.1)]
         cases[name] = {"parameters": parameters, "points": [{"loss": losses}]}
         cases[name]["batch"] = 1
-    rows = scale.section({"settings": dataclasses.asdict(settings), "cases": cases}).rows
+    section = scale.section({"settings": dataclasses.asdict(settings), "cases": cases})
+    rows = section.rows
+    assert "Not run yet" not in section.text
     assert [row.verdict for row in rows[:2]] == ["equal at 3 of 3 sizes", "no"]
     assert rows[1].ours == "+0.0010 ± 0.0000 for each tenfold"
     assert rows[2].ours == "+0.0040 ± 0.0000"
+    settings = dataclasses.replace(settings, models=(*settings.models, (136, 4, 3)))
+    part = scale.section({"settings": dataclasses.asdict(settings), "cases": cases})
+    assert part.rows == rows and "Not run yet: 1.0 million." in part.text
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -97,6 +97,7 @@ def test_a_mode_has_the_optimizer_and_dtypes_that_it_says(mode):
     assert (trainer.accelerator.mixed_precision == "bf16") == (mode == "autocast")
 
 
+@pytest.mark.every_case
 def test_seeds_fix_the_record_and_the_page_is_made_of_it(tmp_path, monkeypatch):
     modes = {mode: reinforcement.ARGUMENTS[mode] for mode in ("fp32", "nearest", "sr")}  # the others take time
     monkeypatch.setattr(reinforcement, "ARGUMENTS", modes)
