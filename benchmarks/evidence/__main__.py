@@ -45,6 +45,8 @@ def main() -> None:
     if options.output and options.output.is_file():
         parser.error(f"--output {options.output} is a file; it takes a folder")
     names, cases = options.names or EXPERIMENTS, options.cases.split(",") if options.cases else None
+    if options.device != "cpu" and (others := [name for name in names if not experiment(name).on_gpus]):
+        parser.error(f"--device {options.device}: {', '.join(others)} run on a CPU only")
     for found in map(experiment, names if cases else ()):
         harness.chosen(found.cases(found.settings[found.size(options.size)]), cases, found)
     command = [sys.executable, "-m", "benchmarks.evidence", *sys.argv[1:], "--processes=1"]  # the last one counts

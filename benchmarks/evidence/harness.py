@@ -197,15 +197,19 @@ def run(
     def progress(line: str) -> None:
         print(f"[{time.monotonic() - start:7.0f} s] {experiment.name}: {line}", file=sys.stderr, flush=True)
 
-    work = Workspace(cache / f"{experiment.name}-{size}", progress, data, device)
-    path = results / f"{experiment.name}-{size}.json"
     where = {} if device == "cpu" else {"device": device}
+    work = Workspace(cache / "-".join([experiment.name, size, *where.values()]), progress, data, device)
+    path = results / f"{experiment.name}-{size}.json"
     description = {"experiment": experiment.name, "size": size, **where}
     description |= json.loads(json.dumps({"settings": asdict(settings)}))
     check_settings(work, description["settings"])
     known = {}
-    if path.exists() and (earlier := json.loads(path.read_text(encoding="utf-8"))).items() >= description.items():
-        work.recorded, known = earlier["cases"], earlier["compared"]
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if (other := earlier.get("device", "cpu")) != device:
+            raise SystemExit(f"{path} was measured with --device {other}; name another --output")
+        if earlier.items() >= description.items():
+            work.recorded, known = earlier["cases"], earlier["compared"]
     names = experiment.cases(settings)
     asked = [case for case in chosen(names, patterns, experiment) if work.result(case) is None]
     needed = [need for case in asked for need in experiment.needs(case) if not work.has_ended(need)]

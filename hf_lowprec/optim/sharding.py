@@ -286,7 +286,7 @@ def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
 def global_places(tensor: Tensor, places: Tensor) -> Tensor:
     """The indices in the full tensor of the elements at `places`, int64, of this rank's flattened part of `tensor`.
 
-    Places behind its end, as padding has, get indices without meaning.
+    Places behind its end, as padding has, get indices without meaning. May return `places` itself.
     """
     return _places_in_full_tensor(tensor, torch.int64, places.device)(places)
 

@@ -126,6 +126,14 @@ def test_an_experiment_that_needs_a_cpu_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_record_of_another_device_is_left_alone(record, tmp_path):
+    record("a", "sr")
+    path = tmp_path / "a" / "steps-hour.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "device": "cuda"}))
+    with pytest.raises(SystemExit, match=r"steps-hour.json was measured with --device cuda; name another --output"):
+        record("a", "sr")
+
+
 def test_one_process_at_a_time_has_a_case(tmp_path):
     """File locks exclude each other also within a process."""
     one, other = (harness.Workspace(tmp_path, print, None) for _ in range(2))
@@ -201,8 +209,12 @@ def test_a_line_through_sizes_is_continued():
     assert rows[1].ours == "+0.0010 ± 0.0000 for each tenfold"
     assert rows[2].ours == "+0.0040 ± 0.0000"
     settings = dataclasses.replace(settings, models=(*settings.models, (136, 4, 3)))
-    part = scale.section({"settings": dataclasses.asdict(settings), "cases": cases})
+    part_of = {"settings": dataclasses.asdict(settings)}
+    part = scale.section({**part_of, "cases": cases})
     assert part.rows == rows and "Not run yet: 1.0 million." in part.text
+    for mode in settings.modes:
+        del cases[f"{mode} 56x3"]
+    assert "Not run yet: 0.1, 1.0 million." in scale.section({**part_of, "cases": cases}).text
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

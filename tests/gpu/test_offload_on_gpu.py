@@ -46,8 +46,8 @@ def test_it_is_the_ordinary_step(monkeypatch, options):
     expected, _ = trained(backend="eager", **on_gpu)
     found, optimizer = trained(offload_states=True, **options)
     assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(expected, found, strict=True))
-    kept = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
-    assert kept and all(value.device.type == "cpu" for value in kept)  # the GPU decides whether a step counts
+    on_gpu = {n for state in optimizer.state.values() for n, value in state.items() if value.device.type != "cpu"}
+    assert on_gpu == ({"step"} if "skip_nonfinite" in options else set())  # the GPU decides whether a step counts
 
 
 def test_the_gpu_keeps_weights_and_one_bucket_of_gradients(monkeypatch):
@@ -71,7 +71,7 @@ def test_the_gpu_keeps_weights_and_gradients_alone():
     param.grad = torch.ones_like(param)
     AdamW([param], rounding="split", offload_states=True).step()
     torch.cuda.synchronize()
-    # Low bits to start with are computed in chunks, of which the largest of some temporaries has 8 bytes per element.
+    # Low bits to start with are computed in chunks. Their temporaries take 35 bytes per element on an H100.
     temporaries = 40 * chunk_size(param.device)
     assert torch.cuda.max_memory_allocated() - before <= 1.03 * 4 * param.numel() + temporaries
     assert temporaries < 64 << 20

@@ -242,7 +242,8 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _NOTES = """\
-- **Bold**: the best in its column, without torch's rows with FP32 weights. Losses differ by chance, so none is bold.
+- **Bold**: the best in its column, without torch's rows with FP32 weights. A lower loss is no sign of \
+precision, so none is bold.
 - **Distance of weights**: from FP32's after the last step, relative to their norm. The row "changed by a thousandth" \
 shows how far two runs in FP32 part by themselves.
 - **Loss**: below FP32's, it is a gain on this task and at this rate, and no sign of more precise arithmetic. The row \

@@ -261,6 +261,7 @@ def section(record: dict[str, Any]) -> Section:
         values, reference = seen(mode, rate), seen("fp32", rate)
         gain = paired(reference, seen("fp32", rate, at=0))
         word = verdict(paired(-values, -reference), LIMIT * abs(gain.mean))  # "worse": less reward
+        word = {"above": "below", "below": "above"}.get(word, word)
         return paired(values, reference), word if abs(gain.mean) > gain.half else "undecided"
 
     def reward_row(claim: str, mode: str, rate: str, holds: str = "", *source: str) -> Row:

@@ -91,7 +91,8 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 def section(record: dict[str, Any]) -> Section:
     """The difference from FP32 at each size, its slope, and what it would take to see it in a large model."""
     settings, found = Settings(**record["settings"]), record["cases"]
-    sizes = [f"{width}x{layers}" for width, layers, _ in settings.models if f"fp32 {width}x{layers}" in found]
+    measured = [model for model in settings.models if f"fp32 {model[0]}x{model[1]}" in found]
+    sizes = [f"{width}x{layers}" for width, layers, _ in measured]
     modes = [mode for mode in settings.modes if all(f"{mode} {size}" in found for size in sizes)]
     parameters = [found[f"fp32 {size}"]["parameters"] for size in sizes]
 
@@ -112,14 +113,14 @@ def section(record: dict[str, Any]) -> Section:
     models = ", ".join(
         f"{count / 1e6:.2f} million ({layers} layers, width {width}, {seeds} seeds, batches of "
         f"{found[f'fp32 {width}x{layers}']['batch']})"
-        for count, (width, layers, seeds) in zip(parameters, settings.models, strict=False)
+        for count, (width, layers, seeds) in zip(parameters, measured, strict=True)
     )
     words = (
         f"Transformers over bytes with {models} train on {settings.bytes_per_parameter} bytes per parameter of "
         f"Python's standard library, {settings.length} per sequence, in about {settings.steps:,} steps of AdamW with "
         f"β₂ = 0.999 and decay 0.1. The rate is {settings.lr} · √(32 / width), rises at first and falls to a tenth."
     )
-    left = [settings.shape(*model[:2]).parameters() / 1e6 for model in settings.models[len(sizes) :]]
+    left = [settings.shape(*model[:2]).parameters() / 1e6 for model in settings.models if model not in measured]
     if left:
         patterns = ",".join(f"* {size}" for size in sizes)
         words += f" Not run yet: {', '.join(f'{count:.1f}' for count in left)} million."

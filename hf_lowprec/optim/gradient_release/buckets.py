@@ -13,8 +13,8 @@ from hf_lowprec.optim.sharding import is_sharded, local_shard
 BUCKET_ELEMENTS = 1 << 26
 """A bucket is stepped once it has this many elements: 128 MiB of BF16 gradients, all shards of a parameter counted.
 
-Smaller buckets do not save much more, since the largest gradient (an embedding's) is usually larger, and cost time on
-the host each; `benchmarks/gradient_release.py` measures both.
+Smaller buckets do not save much more, since the largest gradient (an embedding's) is usually larger, and each costs
+time on the host; `benchmarks/gradient_release.py` measures both.
 """
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.gradient_release import buckets
 from hf_lowprec.optim.offload import device_copies
 from hf_lowprec.optim.offload.device_copies import DeviceCopies, Pair
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -259,7 +260,8 @@ def staging_bytes(params: Iterable[Tensor], gradients_on_host: bool) -> int:
         params: the parameters.
         gradients_on_host: whether weights and gradients travel apart.
     """
-    largest = max((max(param.numel(), BUCKET_ELEMENTS) * param.itemsize for param in params), default=0)
+    elements = max(BUCKET_ELEMENTS, buckets.BUCKET_ELEMENTS if gradients_on_host else 0)
+    largest = max((max(param.numel(), elements) * param.itemsize for param in params), default=0)
     return SLOTS * _rounded(largest if gradients_on_host else 2 * largest)
 
 

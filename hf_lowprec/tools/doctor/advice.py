@@ -14,8 +14,8 @@ TOLERATED_STEPS = 0.1
 """Updates may vanish in this share of the steps: at the ends of a schedule, learning rates are small anyway."""
 MUCH_NOISE = 10.0
 """A problem. With up to 7 times as much noise as updates move weights, fine-tuning makes 93% and more of FP32's
-progress, with 12 times 91%, and with 37 times 41%; with 4 times, reinforcement learning earns what FP32 does
-(`docs/performance/evidence.md`, learning rates and reinforcement learning)."""
+progress, with 12 times 91%, with 21 times 87%, with 37 times 41%; with 4 times, reinforcement learning earns what FP32
+does (`docs/performance/evidence.md`, learning rates and reinforcement learning)."""
 SOME_NOISE = 0.5
 """Up to here stochastic rounding is recommended: weights then move 12% further than their updates move them (√1.25)."""
 TOLERATED_LOSS = 0.5
