@@ -27,7 +27,7 @@ prints the part made from them. If you interrupt it, run it again with the same 
 and a long case goes on from its last checkpoint, written every two minutes.
 
 There are three sizes. Without `--night` or `--full`, the same experiment is smaller: all of them together, which is
-`make evidence`, take about an hour on two cores. The page shows the largest size that was recorded.
+`make evidence`, take 42 minutes on two cores. The page shows the largest size that was recorded.
 
 `python -m benchmarks.evidence.page` writes this page from the records in
 [`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of verdicts are fixed in
