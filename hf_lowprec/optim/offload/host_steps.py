@@ -30,7 +30,7 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
 
 BUCKET_ELEMENTS = 1 << 24
-"""A bucket has at most this many elements, unless a single tensor is larger."""
+"""A bucket that is stepped has at most this many elements, unless a single tensor is larger."""
 SLOTS = 3
 """Buckets that are on the host at once: one is fetched, one is stepped, and one is sent back."""
 _LINE = 64
