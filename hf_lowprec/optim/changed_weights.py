@@ -48,7 +48,7 @@ class ChangedBits:
             return None
         found = list(map(elements_of_words, words.view(-1).split(_CHUNK // BLOCK)))
         words.zero_()
-        return found[0] if len(found) == 1 else torch.cat([part + k * _CHUNK for k, part in enumerate(found)])
+        return found[0] if len(found) == 1 else torch.cat([part.add_(k * _CHUNK) for k, part in enumerate(found)])
 
 
 def changed_weights(optimizer: Algorithm) -> dict[Tensor, Tensor | None]:

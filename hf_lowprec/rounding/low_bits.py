@@ -202,8 +202,8 @@ def restore_saved_low_bits(param: Tensor, saved: dict[str, Any]) -> None:
 
 
 def chunk_size(device: torch.device) -> int:
-    """Elements that are computed at once: on a CPU, few enough for the temporaries to stay in the cache; on a GPU, for
-    them to take little memory, 35 MiB of the dither.
+    """Elements that are computed at once: on a CPU, few enough for the temporaries to stay in the cache; on a GPU, few
+    enough for them to take little memory, 35 MiB for the dither.
     """
     return (1 << 15) * min(torch.get_num_threads(), 4) if device.type == "cpu" else 1 << 20
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,18 +63,17 @@ def _compute_factors(backend_step: BackendStep) -> None:
     values = group.scalars.to(group.device, non_blocking=True).unbind(1)
     scalars = dict(zip(group.spec.scalars, values, strict=True))
 
-    def new_means(name: str, sums: Iterable[Tensor], counts: Tensor, entry: Tensor) -> Tensor:
-        old = _vector(each.means[name] for each in entries)
-        mean = (_vector(sums) / counts.index_select(0, entry)).float()
-        return old * scalars["beta2"].index_select(0, entry) + mean * scalars["gain2"].index_select(0, entry)
+    def new_means(name: str, parts: Iterable[Tensor], counts: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
+        old, mean = _vector(each.means[name] for each in entries), (_vector(parts) / repeat(counts)).float()
+        return old * repeat(scalars["beta2"]) + mean * repeat(scalars["gain2"])
 
-    row_means = new_means(ROW_MEAN, (each.of_rows for each in sums), columns, vectors.entry_of_row)
-    column_means = new_means(COLUMN_MEAN, (each.of_columns for each in sums), rows, vectors.entry_of_column)
+    row_means = new_means(ROW_MEAN, (each.of_rows for each in sums), columns, vectors.for_rows)
+    column_means = new_means(COLUMN_MEAN, (each.of_columns for each in sums), rows, vectors.for_columns)
     totals = [each.sum(-2, keepdim=True) for each in vectors.of_rows(row_means.double())]
     _sum_each_over_shards(totals, of_shards[1::2])
-    means = (_vector(totals) / rows.index_select(0, vectors.entry_of_matrix)).float()
-    means = torch.maximum(means, scalars["min_mean"].index_select(0, vectors.entry_of_matrix))
-    row_factors = (means.double().index_select(0, vectors.matrix_of_row) / row_means.double()).sqrt().float()
+    means = (_vector(totals) / vectors.for_matrices(rows)).float()
+    means = torch.maximum(means, vectors.for_matrices(scalars["min_mean"]))
+    row_factors = (vectors.rows_of_matrices(means.double()) / row_means.double()).sqrt().float()
     column_factors = column_means.double().sqrt().reciprocal().float()
     by_entry = zip(vectors.of_rows(row_means), vectors.of_columns(column_means), strict=True)
     group.new_means = [{ROW_MEAN: row, COLUMN_MEAN: column} for row, column in by_entry]

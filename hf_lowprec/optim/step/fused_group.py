@@ -163,7 +163,7 @@ class FusedGroup:
 
     @cached_property
     def mean_vectors(self) -> MeanVectors:
-        """Where the means of rows and columns lie in vectors of all entries."""
+        """The vectors of the means of all entries."""
         return MeanVectors([weight.shape for weight in self.weights], self.device)
 
     def release(self) -> None:

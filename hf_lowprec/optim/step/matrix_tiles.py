@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -91,15 +92,15 @@ class MatrixTiles:
 
 
 class MeanVectors:
-    """Where the means of some parameters' rows and columns lie in vectors of all of them, in the parameters' order.
+    """Vectors of the means of all rows, or of all columns, of some parameters, in the parameters' order.
 
-    A GPU takes one launch for an operation on a vector, and would take one for each parameter.
+    An operation on a vector is one launch on a GPU; on the means of each parameter, it would be one per parameter.
 
     Attributes:
-        entry_of_row: the position of the parameter to which each row mean belongs; int32.
-        entry_of_column: that of each column mean.
-        entry_of_matrix: that of each matrix.
-        matrix_of_row: the matrix to which each row mean belongs, counted over all parameters; int32.
+        for_rows: repeats a vector with a value for each parameter, so that it has one for each row.
+        for_columns: the same for columns.
+        for_matrices: the same for matrices.
+        rows_of_matrices: repeats a vector with a value for each matrix, so that it has one for each row.
 
     Args:
         shapes: of this rank's parts of the parameters.
@@ -109,13 +110,11 @@ class MeanVectors:
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
         matrices, rows, columns = torch.tensor([_flat(shape) for shape in shapes], device="cpu").unbind(1)
 
-        def repeated(counts: Tensor) -> Tensor:
-            return torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(counts).to(device)
+        def repeat(counts: Tensor) -> Callable[[Tensor], Tensor]:  # with `output_size`, the host need not wait
+            return partial(torch.repeat_interleave, repeats=counts.to(device), output_size=int(counts.sum()))
 
-        self.entry_of_matrix, self.entry_of_column = repeated(matrices), repeated(matrices * columns)
-        self.entry_of_row = self.matrix_of_row = repeated(matrices * rows)
-        if not all(matrices == 1):
-            self.matrix_of_row = repeated(rows.repeat_interleave(matrices))
+        self.for_rows, self.for_columns = repeat(matrices * rows), repeat(matrices * columns)
+        self.for_matrices, self.rows_of_matrices = repeat(matrices), repeat(rows.repeat_interleave(matrices))
         self._row_shapes = [torch.Size((*shape[:-1], 1)) for shape in shapes]
         self._column_shapes = [torch.Size((*shape[:-2], 1, shape[-1])) for shape in shapes]
 
