@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.models.llama import modeling_llama
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_lowprec
+from tests.support.training.liger_patches import liger_patches_undone
+from tests.support.training.tiny_trainer import arguments, losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -36,52 +37,29 @@ def test_attention_is_torchs_flash_kernel():
     assert (flash - plain).norm() <= 16 * 2**-9 * plain.norm()
 
 
-class Losses(Trainer):
-    """Keeps the loss of every micro-batch."""
-
-    def compute_loss(self, *args, **kwargs):
-        loss = super().compute_loss(*args, **kwargs)
-        self.kept = [*getattr(self, "kept", []), loss.detach()]
-        return loss
-
-
-@pytest.fixture
-def module():
-    """Transformers' Llama, whose changes by Liger end with the test."""
-    names = dict(vars(modeling_llama))
-    yield
-    vars(modeling_llama).update(names)
-
-
-@pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("config", [{}, {"fused_linear_cross_entropy": False}], ids=str)
 def test_training_with_ligers_kernels_is_training_without_them(tmp_path, config):
     pytest.importorskip("liger_kernel")
     tokens = torch.randint(0, 64, (64, 128), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    losses, models = {}, {}
-    for liger in (False, True):  # in this order, since Liger changes transformers' module
-        args = TrainingArguments(
-            output_dir=str(tmp_path),
-            optim="adamw_bf16_split",
-            learning_rate=1e-3,
-            max_steps=16,
-            per_device_train_batch_size=4,
-            use_liger_kernel=liger,
-            liger_kernel_config=config if liger else None,
-            save_strategy="no",
-            report_to="none",
-        )
-        trainer = Losses(model=llama(), args=args, train_dataset=data)
+
+    def trained(liger: bool) -> Trainer:
+        settings = {"max_steps": 16, "per_device_train_batch_size": 4, "logging_steps": 1, "use_cpu": False}
+        settings |= {"use_liger_kernel": liger, "liger_kernel_config": config if liger else None}
+        args = arguments(tmp_path, optim="adamw_bf16_split", learning_rate=1e-3, **settings)
+        trainer = Trainer(model=llama(), args=args, train_dataset=data)
         trainer.train()
-        losses[liger] = torch.stack(trainer.kept).double().cpu()
-        models[liger] = trainer.model
-    assert [models[liger].model.norm._get_name() for liger in (False, True)] == ["LlamaRMSNorm", "LigerRMSNorm"]
-    assert {name: param.dtype for name, param in models[True].named_parameters()} == {
-        name: param.dtype for name, param in models[False].named_parameters()
-    }
-    assert losses[False][0] - losses[False][-1] > 2
+        return trainer
+
+    plain = trained(False)
+    with liger_patches_undone():
+        fused = trained(True)
+    assert [each.model.model.norm._get_name() for each in (plain, fused)] == ["LlamaRMSNorm", "LigerRMSNorm"]
+    dtypes = [{name: param.dtype for name, param in each.model.named_parameters()} for each in (plain, fused)]
+    assert dtypes[0] == dtypes[1]
+    expected, found = (torch.tensor(losses(each), dtype=torch.float64) for each in (plain, fused))
+    assert len(expected) == 16 and expected[0] - expected[-1] > 2
     # Logits are rounded to BF16 at other places. Two roundings of all of them, by 2**-9 of values of size 1 and with
     # signs of their own, change a mean over 508 tokens by 2**-8 / sqrt(508) = 0.0002. On an H100, 16 steps make 0.0004
     # of it; ten times 0.0002 is allowed.
-    assert (losses[True] - losses[False]).abs().max() <= 10 * 2**-8 / 508**0.5
+    assert (found - expected).abs().max() <= 10 * 2**-8 / 508**0.5

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.models.llama import modeling_llama
 
 import hf_lowprec
+from tests.support.training.liger_patches import liger_patches_undone
 from tests.support.training.tiny_trainer import (
     arguments,
     assert_follows,
@@ -203,14 +203,8 @@ class TestLiger:
     def liger(self):
         """Liger, whose patches of transformers' Llama end with the test."""
         kernels = pytest.importorskip("liger_kernel.transformers")
-        names = dict(vars(modeling_llama))
-        methods = {cls: dict(vars(cls)) for cls in names.values() if isinstance(cls, type) and "Llama" in cls.__name__}
-        yield kernels
-        vars(modeling_llama).update(names)
-        for cls, before in methods.items():
-            for name, value in vars(cls).copy().items():
-                if value is not before.get(name):
-                    setattr(cls, name, before[name])
+        with liger_patches_undone():
+            yield kernels
 
     def test_it_is_refused_on_a_cpu(self, tmp_path):
         with pytest.raises(ValueError, match="use_liger_kernel=True: Liger's Triton kernels do not run on a CPU"):
