@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,8 +68,16 @@ def verdict(found: Paired, limit: float = LIMIT) -> str:
     return "undecided"
 
 
+def exceeds(found: Iterable[Paired]) -> str:
+    """Decide whether all means are above zero: "yes", "no" if one is below it, or "undecided"."""
+    found = list(found)
+    if all(each.mean - each.half > 0 for each in found):
+        return "yes"
+    return "no" if any(each.mean + each.half < 0 for each in found) else "undecided"
+
+
 def grows(found: Paired, limit: float = LIMIT / 2) -> str:
-    """Whether differences grow, from their `growth`; by default, two tenfolds may add `LIMIT`."""
+    """Decide from the `growth` of differences whether they grow; by default, two tenfolds may add `LIMIT`."""
     words = {"equal": "no", "worse": "yes", "above": "yes", "better": "falls", "below": "falls"}
     return words.get(verdict(found, limit), "undecided")
 

@@ -12,7 +12,7 @@ pytest.importorskip("scipy")
 
 from benchmarks.evidence import EXPERIMENTS, experiment, harness, page
 from benchmarks.evidence.experiments import scale, steps
-from benchmarks.evidence.statistics import growth, paired, verdict
+from benchmarks.evidence.statistics import exceeds, growth, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.replicas import Replicas, Shape
@@ -171,6 +171,13 @@ def test_a_mean_its_interval_and_its_scatter():
 )
 def test_verdicts(values, expected):
     assert verdict(paired(values, [0.0] * 3), 0.01) == expected
+
+
+@pytest.mark.parametrize(
+    ("means", "expected"), [((1, 1), "yes"), ((1, 0), "undecided"), ((1, -1), "no"), ((0, -1), "no")]
+)
+def test_all_means_are_above_zero_or_one_is_below_or_nobody_knows(means, expected):
+    assert exceeds(paired([mean - 0.1, mean, mean + 0.1], [0.0] * 3) for mean in means) == expected
 
 
 def test_the_variance_of_a_rounding_is_that_of_its_two_neighbours():

@@ -175,7 +175,7 @@ def section(record: dict[str, Any]) -> Section:
 
 
 def _accuracy_row(label: str, found: list[Paired]) -> Row:
-    """Whether the accuracy differences from FP32 lie in the range that the paper reports."""
+    """Compare the accuracy differences from FP32 with the range that the paper reports."""
     low, high = -0.1, 0.2  # points
     intervals = [(100 * (each.mean - each.half), 100 * (each.mean + each.half)) for each in found]
     inside = all(low <= first and last <= high for first, last in intervals)

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
-from benchmarks.evidence.statistics import paired
+from benchmarks.evidence.statistics import exceeds, paired
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.doctor import prediction
 from benchmarks.evidence.training.loop import Training
@@ -96,7 +96,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 
 
 def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the doctor says of stochastic rounding before fine-tuning: how far it moves weights beside updates."""
+    """Ask the doctor, before fine-tuning, how far stochastic rounding moves weights compared with updates."""
     saved = work.load(START)
     if saved is None:
         return {"noise": {}}  # what is known stays
@@ -122,11 +122,9 @@ def section(record: dict[str, Any]) -> Section:
                 cells.append("–")  # FP32 makes no progress to compare with
                 continue
             cells.append(f"{own.mean() / exact.mean():.2f}")
-            apart = paired(own, STALLED * exact)
-            if apart.mean + apart.half < 0:
-                stalled.append(f"{rate:g}")
-            elif apart.mean - apart.half <= 0:
-                open_.append(f"{rate:g}")
+            learned = exceeds([paired(own, STALLED * exact)])
+            if learned != "yes":
+                (stalled if learned == "no" else open_).append(f"{rate:g}")
         shares.append([MODES[mode].label, *cells])
         losses = [after[f"train {mode} {rate:g}"] for rate in settings.large_rates]
         diverged = [int((~(each < found[START]["entropy"])).sum()) for each in losses]
@@ -168,26 +166,21 @@ _PICTURE = "Progress in fine-tuning by learning rate, as a share of FP32's, for 
 
 
 def _claim_of_the_doctor(noise: dict[str, float], gains: dict[str, np.ndarray]) -> Row:
-    """Whether stochastic rounding hardly costs progress as long as the doctor finds its noise tolerable."""
+    """Check how much progress stochastic rounding makes at the rates where the doctor does not warn of its noise."""
     tolerated = [case for case, times in noise.items() if times <= MUCH_NOISE and case in gains]
     exact = {case: gains[case.replace(" sr ", " fp32 ")] for case in tolerated}
-    apart = [paired(gains[case], HARDLY_LESS * exact[case]) for case in tolerated]
     shares, most = [gains[case].mean() / exact[case].mean() for case in tolerated], max(map(noise.get, tolerated))
     return Row(
         f"stochastic rounding makes {HARDLY_LESS:.0%} of FP32's progress where the doctor does not warn of noise",
         f"{min(shares):.2f} to {max(shares):.2f}, with up to {most:.1f} times as much noise as updates",
-        "yes"
-        if all(each.mean - each.half > 0 for each in apart)
-        else "no"
-        if any(each.mean + each.half < 0 for each in apart)
-        else "undecided",
+        exceeds(paired(gains[case], HARDLY_LESS * exact[case]) for case in tolerated),
         "`hf-lowprec doctor`, before the run",
         f"a warning above {MUCH_NOISE:g} times, a limit chosen after this measurement",
     )
 
 
 def _claim_of_ozkara(stochastic: float, mixed: float, settings: Settings) -> Row:
-    """Whether stochastic rounding takes 2 to 4 times the rate, give or take one step of the grid of rates."""
+    """Check that stochastic rounding trains at 2 to 4 times the rate, to within one step of the grid of rates."""
     ratio, notch = stochastic / mixed, settings.large_rates[-1] / settings.large_rates[-2]
     inside = [2 <= ratio * factor <= 4 for factor in (1 / notch, 1, notch)]
     return Row(

@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, markdown_table
-from benchmarks.evidence.statistics import Paired, paired, verdict
+from benchmarks.evidence.statistics import Paired, exceeds, paired, verdict
 from benchmarks.evidence.training.doctor import prediction
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.sums import ANSWER, answer_losses, llama, reward, sums, tokenizer, tokens, train
@@ -272,11 +272,8 @@ def section(record: dict[str, Any]) -> Section:
         return Row(claim, found.in_full(), word, *source)
 
     def share_row(claim: str, values: np.ndarray, at_least: float, *source: str) -> Row:
-        """Whether the mean share over seeds is above `at_least`."""
-        found = paired(values, np.zeros(len(values)))
-        word = (
-            "yes" if found.mean - found.half > at_least else "no" if found.mean + found.half < at_least else "undecided"
-        )
+        """Check that the mean share over seeds is above `at_least`."""
+        found, word = paired(values, np.zeros(len(values))), exceeds([paired(values, np.full_like(values, at_least))])
         return Row(claim, f"{found.mean:.1%} ± {found.half:.1%}", word, *source)
 
     rows, doctor, the_doctor = list[Row](), list[list[str]](), "`hf-lowprec doctor`, before the run"

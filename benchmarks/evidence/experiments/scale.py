@@ -52,9 +52,7 @@ class Settings:
 
 
 HOUR = Settings(models=((32, 3, 5), (56, 3, 5), (84, 3, 5)), bytes_per_parameter=2, steps=1000)
-FULL = Settings(
-    models=(*Settings.models, (200, 6, 4), (264, 7, 3), (320, 8, 3), (512, 9, 3)),
-)
+FULL = Settings(models=(*Settings.models, (200, 6, 4), (264, 7, 3), (320, 8, 3), (512, 9, 3)))
 
 
 def cases(settings: Settings) -> list[str]:
@@ -134,7 +132,7 @@ def section(record: dict[str, Any]) -> Section:
 
 
 def _line(label: str, parameters: list[int], differences: list[np.ndarray]) -> list[Row]:
-    """Whether differences grow with the logarithm of the size, and what a straight line gives at `LARGE`."""
+    """Fit a straight line over the logarithm of the size: does the difference grow, and what is it at `LARGE`?"""
     x = np.concatenate([[math.log10(count)] * len(each) for count, each in zip(parameters, differences, strict=True)])
     y = np.concatenate(differences)
     line = linregress(x, y)

@@ -1,4 +1,4 @@
-"""What `hf-lowprec doctor` says before a run of torch's AdamW in BF16, from weights and a constant rate."""
+"""Predictions of `hf-lowprec doctor` for torch's AdamW in BF16 at a constant rate, before the run."""
 
 from __future__ import annotations
 
