@@ -1,5 +1,6 @@
 """`hf-lowprec doctor` reports a working machine as such, and finds each part that a test breaks on purpose."""
 
+import platform
 from importlib import metadata
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.processes.ranks import run_ranks
 
 TORCH = metadata.version("torch")
 """Without the name of the build, with which `torch.__version__` ends on Linux."""
-CHECKS = ["packages", "names", "steps", "layers", "reduction", "training"]
+CHECKS = ["versions", "packages", "names", "steps", "layers", "reduction", "training"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,8 @@ def test_all_is_well_here(broken_here):
         "layers": "FAILED" if broken_here else "ok",
     }
     assert status == broken_here
-    assert f"torch {TORCH}" in found["packages"][1]
+    assert f"Python {platform.python_version()}, torch {TORCH}, " in found["versions"][1]
+    assert f", transformers {metadata.version('transformers')}, " in found["versions"][1]
     assert "cpu: backend 'native' gives the same bits as 'eager'" in found["steps"][1]
     assert "accelerate launch -m hf_lowprec doctor" in found["reduction"][1]
     assert "cpu: wrong" in found["layers"][1] or "cpu: 30 convolutions, matmuls, norms … within" in found["layers"][1]

@@ -1,4 +1,4 @@
-"""`hf-lowprec doctor` and `env` see the GPU."""
+"""`hf-lowprec doctor` sees the GPU."""
 
 import pytest
 import torch
@@ -21,9 +21,4 @@ def test_every_check_of_the_gpu_passes():
     assert not failed, result.output
     assert "cuda:0: backend 'triton' gives the same bits as 'eager'" in result.output
     assert "12 steps on cuda:0" in result.output
-
-
-def test_the_gpu_is_named():
-    result = hf_lowprec("env")
-    assert f"- GPU 0: {torch.cuda.get_device_name(0)}" in result.output
-    assert "backend triton" in result.output
+    assert torch.cuda.get_device_name(0) in result.output

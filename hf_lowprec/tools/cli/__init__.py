@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hf_lowprec.tools.cli import convert_config, demo, doctor, env, estimate, export, inspect, plot, run
+from hf_lowprec.tools.cli import demo, doctor, estimate, export, inspect, plot, run
 
 
 class _FlagsWithoutType:
@@ -50,10 +50,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("convert-config")(convert_config.convert_config)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
-app.command("env")(env.env)
 app.command("estimate")(estimate.estimate)
 app.command("export")(export.export)
 app.command("inspect")(inspect.inspect)

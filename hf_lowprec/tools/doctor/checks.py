@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 from transformers import Trainer
 
+import hf_lowprec
 from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
 from hf_lowprec.monitor.broken_convolutions import workarounds
 from hf_lowprec.optim import ALGORITHMS, AdamW
@@ -26,7 +29,7 @@ from hf_lowprec.tools.doctor.tiny_training import STEPS, train, training_argumen
 
 OK, MISSING, FAILED = "ok", "-", "FAILED"
 LAUNCH = "accelerate launch -m hf_lowprec doctor, without GPUs torchrun --nproc-per-node 2 -m hf_lowprec doctor"
-_SHOWN = ("torch", "transformers", "accelerate")
+_SHOWN = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed")
 
 
 class CheckResult(NamedTuple):
@@ -65,6 +68,18 @@ def run_check(check: Callable[[], str]) -> CheckResult:
         return CheckResult(FAILED, " ".join(f"{type(error).__name__}: {error}".split()), unexpected=True)
 
 
+def show_versions() -> str:
+    """Name the versions and devices that a bug report needs."""
+    found = {"hf_lowprec": hf_lowprec.__version__, "Python": platform.python_version()}
+    for name in _SHOWN:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    cpu = f"{torch.get_num_threads()} threads with {torch.backends.cpu.get_cpu_capability()}"
+    versions = ", ".join(" ".join(pair) for pair in found.items())
+    return f"{versions}; {platform.platform()}; {cpu}; {', '.join(gpus) or 'no GPU'}"
+
+
 def check_packages() -> str:
     """Check that the installed packages meet the requirements in hf_lowprec's metadata, with those of Trainer."""
     try:
@@ -83,7 +98,7 @@ def check_packages() -> str:
     ]
     if wrong:
         raise Broken("; ".join(wrong))
-    return ", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN)
+    return f"all {len(needed)} requirements are met"
 
 
 def check_names() -> str:
@@ -217,6 +232,7 @@ def check_training() -> str:
 
 
 CHECKS: dict[str, Callable[[], str]] = {
+    "versions": show_versions,
     "packages": check_packages,
     "names": check_names,
     "steps": check_steps,
