@@ -13,11 +13,6 @@ def _in_8_bits(name: str, label: str, optim: str) -> Variant:
 _FURTHER = (
     _in_8_bits("kahan", "BF16 Kahan", "adamw_bf16_kahan"),
     _in_8_bits("split", "BF16 split", "adamw_bf16_split"),
-    Variant(
-        *("split24", "BF16 split24", "adamw_bf16_split24", True, "bfloat16"),
-        'optim="adamw_bf16_split24": BF16 weights and remainders that make masters of 24 bits, state in BF16',
-    ),
-    _in_8_bits("split24", "BF16 split24", "adamw_bf16_split24"),
     _in_8_bits("sr", "BF16 stochastic", "adamw_bf16_sr"),
 )
 ALL_VARIANTS = VARIANTS | {variant.name: variant for variant in _FURTHER}

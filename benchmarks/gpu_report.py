@@ -43,7 +43,6 @@ TESTS = [
     "tests/gpu/test_attention_and_liger_on_gpu.py",
     "tests/optim/test_backends.py",
     "tests/optim/test_split.py",
-    "tests/optim/test_split24.py",
     "tests/optim/test_clipping.py",
     "tests/optim/test_initial_compensation.py",
     "tests/optim/test_changes_from_outside.py",

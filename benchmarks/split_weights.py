@@ -26,7 +26,7 @@ from torch import nn
 from hf_lowprec import AdamW, cast_model, fp32_state_dict
 
 RATES = (1e-6, 2e-5, 3e-4)
-MODES = ("kahan", "split", "split24", "stochastic")
+MODES = ("kahan", "split", "stochastic")
 STATES: dict[str, dict[str, Any]] = {"BF16 states": {}, "FP32 states": {"state_dtype": torch.float32}}
 FIRST_STEPS = (1, 3, 10, 30, 100)
 FIRST_RATE = 2e-6

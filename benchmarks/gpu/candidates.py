@@ -26,12 +26,11 @@ MODES: dict[str, dict[str, Any]] = {
     "stochastic": {"rounding": "stochastic"},
     "kahan": {"rounding": "kahan"},
     "nearest": {"rounding": "nearest"},
-    "split24": {"rounding": "split24"},
     "split, 8-bit states": {"rounding": "split", **IN_8_BITS},
     "stochastic, 8-bit states": {"rounding": "stochastic", **IN_8_BITS},
 }
 """The options of our AdamW in each mode."""
-BYTES = {"split": 18, "stochastic": 14, "kahan": 18, "nearest": 14, "split24": 16}
+BYTES = {"split": 18, "stochastic": 14, "kahan": 18, "nearest": 14}
 BYTES |= {"split, 8-bit states": 14.125, "stochastic, 8-bit states": 10.125}
 """Read and written per parameter in each mode: weight, gradient and states."""
 BASELINE = "torch AdamW, FP32, fused"

@@ -26,7 +26,7 @@ FP32: Bars = {"FP32 AdamW": (torch.float32, torch.optim.AdamW)}
 def every_mode() -> Bars:
     """FP32 and the modes of three optimizers."""
     ours = {
-        "adamw": (hf_lowprec.AdamW, ("split", "kahan", "split24", "sr")),
+        "adamw": (hf_lowprec.AdamW, ("split", "kahan", "sr")),
         "lion": (hf_lowprec.Lion, ("split", "sr")),
         "sgd": (hf_lowprec.SGD, ("split", "sr")),
     }

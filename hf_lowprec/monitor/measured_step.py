@@ -16,7 +16,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.low_bits import dropped_bits, fp64_value
+from hf_lowprec.rounding.low_bits import fp64_value
 from hf_lowprec.rounding.nearest import spacing
 
 
@@ -153,7 +153,7 @@ def _spacing_of_stored(weight: Tensor, stored_weight: Tensor, low_bits: Tensor |
         return spacing(weight, stored_weight.dtype)
     if low_bits.is_floating_point():  # compensations
         return spacing(low_bits, low_bits.dtype)
-    return spacing(weight, torch.float32) * 2.0 ** dropped_bits(low_bits)  # remainders
+    return spacing(weight, torch.float32)  # remainders
 
 
 class MeasuredStep:

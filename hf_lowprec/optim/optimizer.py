@@ -59,10 +59,9 @@ class LowPrecisionOptimizer(Algorithm):
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
         rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"split"` (an int16
-            remainder stores the rest of the exact FP32 weight), `"split24"` (an int8 remainder stores 8 more bits of
-            the weight; master weights of 24 bits are rounded stochastically), `"stochastic"` or `"sr"` (unbiased, no
-            extra state) or `"nearest"`. All but `"kahan"` and `"nearest"` take BF16 parameters only. This argument and
-            the next four may also be set per parameter group. Groups hold the long name.
+            remainder stores the rest of the exact FP32 weight), `"stochastic"` or `"sr"` (unbiased, no extra state) or
+            `"nearest"`. `"split"` and `"stochastic"` take BF16 parameters only. This argument and the next four may
+            also be set per parameter group. Groups hold the long name.
         state_dtype: the dtype of the states of low-precision parameters: `torch.bfloat16`, `torch.float32` or
             `torch.int8` (codes of 8 bits, and a scale for each 32 elements of a row), or a mapping from state name to
             dtype; None means BF16. With `torch.int8`, states that do not average over steps stay in BF16, and all

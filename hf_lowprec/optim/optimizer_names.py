@@ -14,7 +14,7 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding.modes import SHORT_NAMES
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
-SUFFIXES = {"kahan": "kahan", "split": "split", "split24": "split24", **SHORT_NAMES}
+SUFFIXES = {"kahan": "kahan", "split": "split", **SHORT_NAMES}
 """Rounding modes by the suffix of the registered name."""
 
 OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algorithm in _CLASSES for suffix in SUFFIXES)

@@ -1,10 +1,9 @@
 """The low bits of an FP32 weight, which a cast to 16 bits rounds off, kept beside the parameter until training begins.
 
-They come in three forms:
+They come in two forms:
 
 - A BF16 difference, as Kahan's compensation: 8 bits of what the weight lacks, for BF16 and FP16 weights.
 - An int16 remainder, see `split.py`: all that a BF16 weight lacks.
-- An int8 remainder: the upper half of that, of a number of 24 bits.
 
 They are an attribute of the `Parameter`, 2 bytes per element, from the cast until the optimizer has created the
 parameter's state. When a Trainer has finished, they are the compensation or remainder of its optimizer, kept for the
@@ -21,9 +20,7 @@ from torch import Tensor
 
 from hf_lowprec.rounding.nearest import LOW_PRECISION_DTYPES, round_nearest
 from hf_lowprec.rounding.random_bits import as_compensation
-from hf_lowprec.rounding.split import LOW_BITS_OF_24, join, split
-
-_DROPPED_BITS = {torch.int16: 0, torch.int8: LOW_BITS_OF_24}
+from hf_lowprec.rounding.split import join, split
 
 ROUNDED_OFF_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.bfloat16}
 """The dtypes of the low bits that a cast rounds off, by dtype of the weight: remainders, and differences."""
@@ -34,7 +31,7 @@ def fp32_value(weight: Tensor, low_bits: Tensor, dither: Tensor | float = 0.0) -
 
     Args:
         weight: BF16, FP16 or FP32 tensor of 16-bit numbers.
-        low_bits: BF16 (or FP32), int16 or int8 tensor of the same shape.
+        low_bits: BF16 (or FP32) or int16 tensor of the same shape.
         dither: FP32 tensor, subtracted from it.
 
     Returns:
@@ -42,23 +39,14 @@ def fp32_value(weight: Tensor, low_bits: Tensor, dither: Tensor | float = 0.0) -
     """
     if low_bits.is_floating_point():
         return weight.float() + (low_bits.float() - dither)
-    return _joined(weight, low_bits) - dither
+    return join(weight.float(), low_bits.int()) - dither
 
 
 def fp64_value(weight: Tensor, low_bits: Tensor | None) -> Tensor:
     """The number that a weight and its low bits, if there are any, hold together; FP64, without rounding."""
     if low_bits is None or low_bits.is_floating_point():
         return weight.double() if low_bits is None else weight.double() + low_bits.double()
-    return _joined(weight, low_bits).double()
-
-
-def dropped_bits(remainder: Tensor) -> int:
-    """The number of low bits of FP32 that a remainder does not hold."""
-    return _DROPPED_BITS[remainder.dtype]
-
-
-def _joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    return join(weight.float(), remainder.int() << dropped_bits(remainder))
+    return join(weight.float(), low_bits.int()).double()
 
 
 def rounded_off(value: Tensor, weight: Tensor) -> Tensor:
@@ -85,19 +73,15 @@ def stored_pair(value: Tensor, dtype: torch.dtype, low_bits_dtype: torch.dtype) 
     Args:
         value: FP32 tensor of any shape.
         dtype: of the weight; BF16 or FP16.
-        low_bits_dtype: BF16 for a compensation, int16 or int8 for a remainder, which needs a BF16 weight.
+        low_bits_dtype: BF16 for a compensation, int16 for a remainder, which needs a BF16 weight.
 
     Returns:
-        `(weight, low bits)` of these dtypes. With int8, `value` is rounded to the nearest number of 24 bits that
-        does not round to another weight.
+        `(weight, low bits)` of these dtypes.
     """
     if low_bits_dtype.is_floating_point:
         weight = round_nearest(value, dtype).to(dtype)
         return weight, as_compensation(weight, value - weight.float())
     weight, remainder = split(value)
-    if low_bits_dtype == torch.int8:
-        half = 1 << (LOW_BITS_OF_24 - 1)
-        remainder = ((remainder + half) >> LOW_BITS_OF_24).clamp(max=0x7F)
     return weight.to(dtype), remainder.to(low_bits_dtype)
 
 
@@ -147,8 +131,7 @@ def set_low_bits(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int]
 
     Args:
         param: a BF16 or FP16 parameter.
-        low_bits: int16, int8 or BF16 (see above), of the shape of `param`; of this rank's shard for a
-            DTensor.
+        low_bits: int16 or BF16 (see above), of the shape of `param`; of this rank's shard for a DTensor.
         dither_stream: seed and number of the random stream of a dither that they include.
     """
     stream = None if dither_stream is None else (int(dither_stream[0]), int(dither_stream[1]))
@@ -156,7 +139,7 @@ def set_low_bits(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int]
 
 
 def low_bits(param: Tensor) -> Tensor | None:
-    """The low bits kept for `param`, int16, int8 or BF16 (see above), on its device.
+    """The low bits kept for `param`, int16 or BF16 (see above), on its device.
 
     They have its shape, for a DTensor that of this rank's shard, and may include a dither, see `dither_stream_of`.
 

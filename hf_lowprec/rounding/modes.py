@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_lowprec.rounding.kahan import kahan_add
 from hf_lowprec.rounding.nearest import round_nearest
-from hf_lowprec.rounding.split import LOW_BITS_OF_24, join, split
+from hf_lowprec.rounding.split import join, split
 from hf_lowprec.rounding.stochastic import round_stochastic
 
 DrawBits = Callable[[int], Tensor]
@@ -24,7 +24,7 @@ DrawBits = Callable[[int], Tensor]
 Auxiliary = Mapping[str, Tensor]
 """A mode's auxiliary states by name: FP32, or int32 if they are stored as integers."""
 
-Rounding = Literal["kahan", "split", "split24", "stochastic", "nearest", "sr"]
+Rounding = Literal["kahan", "split", "stochastic", "nearest", "sr"]
 """The values of the argument `rounding`: the names of `MODES`, and the short ones."""
 StateRounding = Literal["stochastic", "nearest"]
 """The values of the argument `state_rounding`."""
@@ -42,8 +42,7 @@ class State:
         averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
             are rounded to nearest.
         holds_low_bits: whether it holds the part of the weight that the stored weight lacks, and starts with it.
-        dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`). Integers are stored
-            as they are; only int8 that a user has chosen means codes with scales, see `block_floats.py`.
+        dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`).
         nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
         scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
         mean_over: the dimension, -1 or -2, over which it is a mean, and in which its length is 1. Only parameters with
@@ -100,12 +99,6 @@ class Mode:
         """Whether it keeps rounding errors in a state that is rounded itself, as `state_rounding` says."""
         return any(state.averages for state in self.auxiliary)
 
-    @property
-    def remainder_bits(self) -> int:
-        """The number of bits that its remainder adds to a BF16 weight; 0 if it has none."""
-        dtypes = (state.dtype for state in self.auxiliary)
-        return sum(8 * dtype.itemsize for dtype in dtypes if dtype is not None and not dtype.is_floating_point)
-
 
 WEIGHT_ROLE = 0
 """The role of the random bits of the weight, or of the compensation: no mode needs both."""
@@ -141,21 +134,8 @@ def _load_split(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
     return join(weight, auxiliary["remainder"])
 
 
-def _add_split24(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: DrawBits, dtype: torch.dtype
-) -> tuple[Tensor, dict[str, Tensor]]:
-    bits = random_bits(WEIGHT_ROLE) >> (16 - LOW_BITS_OF_24)
-    stored, remainder = split(round_stochastic(weight + update, bits, LOW_BITS_OF_24))
-    return stored, {"remainder8": remainder >> LOW_BITS_OF_24}
-
-
-def _load_split24(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
-    return join(weight, auxiliary["remainder8"] << LOW_BITS_OF_24)
-
-
 _COMPENSATION = State("compensation", role=WEIGHT_ROLE, holds_low_bits=True, dtype=torch.bfloat16)
 _REMAINDER = State("remainder", role=WEIGHT_ROLE, averages=False, holds_low_bits=True, dtype=torch.int16)
-_REMAINDER_OF_24 = State("remainder8", role=WEIGHT_ROLE, averages=False, holds_low_bits=True, dtype=torch.int8)
 _BF16_ONLY = (torch.bfloat16, torch.float32)
 
 MODES: dict[str, Mode] = {
@@ -163,7 +143,6 @@ MODES: dict[str, Mode] = {
     for mode in (
         Mode("kahan", _add_kahan, auxiliary=(_COMPENSATION,)),
         Mode("split", _add_split, (_REMAINDER,), _BF16_ONLY, _load_split),
-        Mode("split24", _add_split24, (_REMAINDER_OF_24,), _BF16_ONLY, _load_split24, random=True),
         Mode("stochastic", _add_stochastic, dtypes=_BF16_ONLY, random=True),
         Mode("nearest", _add_nearest),
     )

@@ -7,10 +7,6 @@ ties went to even weights, both 32768 and -32768 would occur, which 16 bits cann
 
 The pair takes the bytes of a Kahan weight and its compensation, and loses nothing. NVIDIA's Transformer Engine stores
 master weights in the same way (`FusedAdam`, `store_param_remainders`).
-
-A master weight whose pattern is rounded to a multiple of 256 has 24 bits. Its remainder is a multiple of 256 too, so
-the upper 8 bits of the remainder are enough, and the pair takes one byte less. FlashOptim (arXiv:2602.23349) stores
-master weights of 24 bits as well, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -20,8 +16,6 @@ from torch import Tensor
 
 from hf_lowprec.rounding.fp32_math import bit_pattern
 
-LOW_BITS_OF_24 = 8
-"""The number of low bits of FP32 that are zero in a master weight of 24 bits."""
 _HALF = 0x8000
 _UPPER_HALF = -0x10000
 

@@ -43,8 +43,6 @@ MORE_MODES = [
     ("sharded", "adamw_bf16_kahan", [IN_8_BITS]),
     ("full", "adamw_bf16_split", [RELEASED]),
     ("sharded", "adamw_bf16_split", [RELEASED, DELAYED]),
-    ("sharded", "adamw_bf16_split24", []),
-    ("ddp", "adamw_bf16_split24", [IN_8_BITS, RELEASED]),
     ("sharded", "adafactor_bf16_split", ["beta1=0.9", IN_8_BITS]),
     ("full", "adafactor_bf16_sr", [RELEASED, DELAYED]),
     ("ddp", "adafactor_bf16_kahan", []),

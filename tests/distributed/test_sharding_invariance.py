@@ -7,7 +7,7 @@ import pytest
 from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-ROUNDINGS = ("stochastic", "kahan", "split", "split24", "split-int8")
+ROUNDINGS = ("stochastic", "kahan", "split", "split-int8")
 
 
 @functools.cache

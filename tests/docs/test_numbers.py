@@ -22,7 +22,7 @@ else:
     import tomli as tomllib
 
 RESULTS = ROOT / "benchmarks" / "results"
-MODES = ("kahan", "split", "split24", "stochastic")
+MODES = ("kahan", "split", "stochastic")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -285,7 +285,7 @@ RELEASED = "state_dtype=int8,gradient_release=True,clip=delayed"
 def one_gpu() -> list[str]:
     page, found = "docs/guides/8b-on-one-gpu.md", []
     gib = {memory: fit(page, "--gpu-memory", memory) for memory in (80, 48, 24, 16)}
-    best = {80: "split, the [recommended", 48: "split24, 8-bit states, gradient release |"}
+    best = {80: "split, the [recommended", 48: "stochastic, 8-bit states |"}
     best[24] = "Adafactor, stochastic, gradient release |"
     for memory, words in best.items():
         data, text = gib[memory]

@@ -103,7 +103,6 @@ def test_where_updates_are_stored():
     assert plan().storage("nearest") == (((1.0, 1.0),), False)
     assert plan().storage("stochastic") == (((1.0, 1.0),), True)
     assert plan().storage("split") == (((2.0**-16, 1.0),), False)
-    assert plan().storage("split24") == (((2.0**-8, 1.0),), True)
     assert plan().storage("kahan") == (COMPENSATION_QUANTA, True)
     assert plan("adamw_bf16_kahan", "state_rounding=nearest").storage("kahan") == (COMPENSATION_QUANTA, False)
     assert plan("adamw_bf16_sr", "state_rounding=nearest").storage("kahan") == (COMPENSATION_QUANTA, True)

@@ -67,7 +67,7 @@ def test_fsdp2_keeps_shards_if_every_batch_is_reduced():
     ]
 
 
-@pytest.mark.parametrize("title", ["split", "split24, 8-bit states, gradient release", "stochastic, 8-bit states"])
+@pytest.mark.parametrize("title", ["split", "split, 8-bit states, gradient release", "stochastic, 8-bit states"])
 def test_peak_and_checkpoint_are_those_of_training(tmp_path, title):
     option = OPTION[title]
     (setting,) = (each for each in fit(1 << 40, gpus=2, checkpointing=True).settings if each.option == option)

@@ -33,7 +33,7 @@ def build(tied: bool, device: str = "cpu") -> LlamaForCausalLM:
 
 EVERY = [
     (True, f"adamw_bf16_{rounding}", in_8_bits, released)
-    for rounding in ("kahan", "split", "split24", "sr")
+    for rounding in ("kahan", "split", "sr")
     for in_8_bits in (False, True)
     for released in (False, True)
 ]

@@ -15,7 +15,7 @@ from tests.golden.exact import Shape, digest, gradient, orthogonal_gradient, spa
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ALGORITHMS = {cls.__name__: cls for cls, _ in map(hf_lowprec.optimizer_factory, hf_lowprec.OPTIMIZER_NAMES)}
-MODES = ("kahan", "split", "split24", "stochastic", "nearest")
+MODES = ("kahan", "split", "stochastic", "nearest")
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -115,7 +115,7 @@ class Training:
         for group, label in zip(groups, case.tensors, strict=True):
             group |= {"weight_decay": 0.0} if label == "norm" else {}
             # FP16 parameters have none of these modes, so their group asks for another.
-            group |= {"rounding": "kahan"} if label == "fp16" and mode in ("split", "split24", "stochastic") else {}
+            group |= {"rounding": "kahan"} if label == "fp16" and mode in ("split", "stochastic") else {}
         options = {**OPTIONS[algorithm][0], **case.options}
         if self.muon:
             options["matrices"] = [param for param in self.model.parameters() if param.ndim in (2, 3)]

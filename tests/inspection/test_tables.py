@@ -16,11 +16,9 @@ from tests.support.training.tiny_trainer import llama, optimizer_of, trained
     [
         ("kahan", "compensation in bfloat16", "compensation"),
         ("split", "remainder in int16", "remainder"),
-        ("split24", "remainder8 in int8", "remainder"),
     ],
 )
 def test_compensations_and_remainders_are_told_apart(tmp_path, mode, state, kind):
-    """Next to moments in 8 bits: a remainder of 8 bits has no scales."""
     options = {"optim": f"adamw_bf16_{mode}", "optim_args": "state_dtype=int8"}
     trainer = trained(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **options)
     (facts,), _, _ = inspect_checkpoints(str(tmp_path / "checkpoint-1"))

@@ -140,7 +140,7 @@ def test_copies_go_on_with_the_same_bits(copied):
 
 # 16 bits: sizes, rounding.
 
-SIZES = {"split": 2, "kahan": 2, "split24": 1, "stochastic": 0, "nearest": 0}
+SIZES = {"split": 2, "kahan": 2, "stochastic": 0, "nearest": 0}
 
 
 @pytest.mark.parametrize("beta1", [None, 0.9])
@@ -156,7 +156,7 @@ def test_bytes_of_states(rounding, beta1):
     assert held == means + 512 * 512 * (SIZES[rounding] + 2 * (beta1 is not None))
 
 
-@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "sr"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "sr"])
 def test_named_optimizers_are_what_trainer_passes(mode):
     """Given to FP32 parameters, whose mode makes no difference."""
     cls, arguments = optimizer_factory(f"adafactor_bf16_{mode}", lr=0.1)
@@ -169,7 +169,7 @@ def test_named_optimizers_are_what_trainer_passes(mode):
     assert_near(theirs, expected, sums=True)
 
 
-@pytest.mark.parametrize("mode", ["kahan", "split", "split24", "stochastic", "nearest"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "nearest"])
 def test_weights_move_by_steps_far_below_their_spacing(backend, mode):
     """100 steps of 2⁻¹⁴ from 0.75, where BF16 has a spacing of 2⁻⁸ and rounds steps below 2⁻⁹ away.
 

@@ -392,7 +392,7 @@ def test_parameters_that_were_never_stepped_have_no_state():
     assert [p in target.state for p in params_of(target)] == [True, False]
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 def test_a_converted_run_resumes_bit_for_bit(rounding):
     source = torch.optim.AdamW(params(FP32), lr=LR)
     gradients(source, range(BEFORE))

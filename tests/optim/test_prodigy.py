@@ -16,7 +16,7 @@ OPTIONS = [
     {"safeguard_warmup": True, "d_coef": 0.5, "d0": 1e-5},
     {"betas": (0.8, 0.9), "eps": 1e-3},
 ]
-MODES = [(BF16, "split"), (BF16, "kahan"), (BF16, "split24"), (BF16, "stochastic"), (FP16, "kahan")]
+MODES = [(BF16, "split"), (BF16, "kahan"), (BF16, "stochastic"), (FP16, "kahan")]
 
 
 class Paper:

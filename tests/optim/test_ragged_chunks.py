@@ -134,8 +134,7 @@ def test_misaligned_tensors_of_every_offset(places, launches):
 
 
 def test_chunks_of_every_kind_of_length():
-    """Also of tensors with one byte per element."""
-    assert_bits_of_eager(LENGTHS, rounding="split24")
+    assert_bits_of_eager(LENGTHS, rounding="split")
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float16])
@@ -215,9 +214,7 @@ def check_division(group, pointers) -> None:
         assert sum(is_whole for *_, is_whole in parts) == expected
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"rounding": "split24"}, {"state_dtype": FP32}, {"rounding": "split", "state_dtype": torch.int8}]
-)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": FP32}, {"rounding": "split", "state_dtype": torch.int8}])
 def test_every_element_is_in_one_chunk(options):
     lengths = [32 * k for k in (1, 2, 7, 8, 9, 16, 17, 40)] if options.get("state_dtype") == torch.int8 else LENGTHS
     shapes = [(length // 32, 32) for length in lengths] if options.get("state_dtype") == torch.int8 else lengths

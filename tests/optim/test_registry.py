@@ -69,7 +69,7 @@ def test_a_new_file_gets_names_modes_and_backends(tmp_path):
 
 
 def test_the_names_are_algorithm_times_mode():
-    expected = {f"{name.lower()}_bf16_{mode}" for name in ALGORITHMS for mode in ("kahan", "split", "split24", "sr")}
+    expected = {f"{name.lower()}_bf16_{mode}" for name in ALGORITHMS for mode in ("kahan", "split", "sr")}
     assert set(hf_lowprec.OPTIMIZER_NAMES) == expected
     assert {"adamw_bf16_kahan", "adamw_bf16_split", "adamw_bf16_sr", "sgd_bf16_kahan", "sgd_bf16_sr"} <= expected
     for name, cls in ALGORITHMS.items():

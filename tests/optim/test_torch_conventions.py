@@ -121,7 +121,7 @@ BAD_ADAN = [("betas", (0.98, 0.92)), ("betas", (0.98, 0.92, 1.0)), ("eps", NAN),
 TABLES = {AdamW: BAD_ADAMW, SGD: BAD_SGD, Adam: BAD_ADAM, RAdam: BAD_ADAM, Lion: BAD_LION, Adan: BAD_ADAN}
 BAD = [pytest.param(cls, *bad, id=f"{cls.__name__}-{bad}") for cls, table in TABLES.items() for bad in table]
 RIGHT = {
-    "rounding": ["kahan", "split", "split24", "stochastic", "nearest"],
+    "rounding": ["kahan", "split", "stochastic", "nearest"],
     "state_rounding": ["stochastic", "nearest"],
 }
 RIGHT |= {"nesterov": ["momentum", "dampening"], "state_dtype": [], "seed": ["integer"]}

@@ -27,7 +27,7 @@ SHAPES = [(7, 64), (5, 3, 32), (2, 96), (10,), (3, 33)]
 """Uneven shards, two of them empty on four ranks; three whose states can be in 8 bits."""
 GROUPS = [
     {"rounding": rounding, "state_dtype": state_dtype}
-    for rounding in ("split", "split24", "kahan", "stochastic")
+    for rounding in ("split", "kahan", "stochastic")
     for state_dtype in (torch.int8, torch.bfloat16)
 ]
 

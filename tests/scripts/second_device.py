@@ -191,7 +191,7 @@ def checkpoints() -> None:
         return weights, before, everything(last)
 
     pairs = [(source, target) for source in PLACES[:3] for target in PLACES[:3]]
-    modes = [("kahan", "kahan"), ("split", "kahan"), ("split24", "nearest"), ("stochastic", "split")]
+    modes = [("kahan", "kahan"), ("split", "kahan"), ("kahan", "nearest"), ("stochastic", "split")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # they say what changes
         for (saved, loaded), state_dtype in itertools.product(modes, (None, torch.int8)):

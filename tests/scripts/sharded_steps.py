@@ -171,7 +171,7 @@ def main(backend: str) -> None:
     for number, (name, (kind, shapes, placements)) in enumerate(cases.items()):
         mesh = {"line": line, "square": square}[kind]
         arguments = (mesh, shapes, placements, backend)
-        for rounding in one_in_turn(("kahan", "split", "split24", "stochastic"), number):
+        for rounding in one_in_turn(("kahan", "split", "stochastic"), number):
             released = {"gradient_release": True} if rounding == "split" else {}
             check(name, AdamW, *arguments, rounding=rounding, **released)
         if backend == "native" and name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
@@ -179,7 +179,7 @@ def main(backend: str) -> None:
         if backend == "native":  # no backend initializes compensations or converts them to another mode
             for rounding in one_in_turn(("kahan", "split"), number // 2):
                 check(name, AdamW, *arguments, rounding=rounding, low=True)
-            changes = (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan"), ("kahan", "split24"))
+            changes = (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan"))
             for first, then in one_in_turn(changes, number // 2):
                 check(name, AdamW, *arguments, rounding=first, then=then)
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.

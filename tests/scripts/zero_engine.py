@@ -100,7 +100,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def check_resume(folder: str, stage: int) -> None:
     """The rest of a run is the same if it is resumed, and the checkpoint holds its FP32 weights."""
-    rounding = {1: "split24", 2: "split", 3: "kahan"}[stage]
+    rounding = "kahan" if stage == 3 else "split"
     whole, gradients = engine_of(stage, rounding), []
     train(whole, range(SAVED), gradients)
     whole.save_checkpoint(folder)

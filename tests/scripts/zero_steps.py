@@ -40,7 +40,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "ranks": RANKS,
     "stage": (1, 2, 3),
     "algorithm": ("AdamW", "SGD", "Lion", "Adan"),
-    "rounding": ("split", "kahan", "stochastic", "split24"),
+    "rounding": ("split", "kahan", "stochastic"),
     "state_dtype": (None, torch.float32, torch.int8),
     "model": tuple(MODELS),
     "accumulated": (None, "bf16", "fp32"),

@@ -28,11 +28,10 @@ class Adafactor(LowPrecisionOptimizer):
 
     States: of parameters with two dimensions or more `row_var` and `col_var`, always FP32, of the parameter's shape
     with one column or one row; of others `variance`, BF16 by default; `exp_avg` with `beta1`, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with
-    `"split24"`; `step`, an int64 scalar.
+    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
-    Bytes per element of a large matrix, gradient included: 6 with `kahan` and `split`, 5 with `split24`, 4 with the
-    other modes; 2 more with `beta1`. FP32 parameters take 8.
+    Bytes per element of a large matrix, gradient included: 6 with `kahan` and `split`, 4 with the other modes; 2 more
+    with `beta1`. FP32 parameters take 8.
 
     Args:
         params: parameters or groups.

@@ -22,11 +22,10 @@ class AdamW(TwoMoments):
     """`torch.optim.AdamW` for weights stored in BF16: Adam with decoupled weight decay.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with
-    `"split24"`; `step`, an int64 scalar.
+    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with `kahan` and `split`, 9 with `split24`, 8 with the other modes, plus
-    2 with `amsgrad`. FP32 parameters take 16, or 20 with `amsgrad`.
+    Bytes per parameter, gradient included: 10 with `kahan` and `split`, 8 with the other modes, plus 2 with `amsgrad`.
+    FP32 parameters take 16, or 20 with `amsgrad`.
 
     Args:
         params: parameters or groups.

@@ -21,12 +21,11 @@ class Adan(LowPrecisionOptimizer):
     """Adan for weights stored in BF16: Nesterov momentum estimated from differences of successive gradients.
 
     States: `exp_avg`, `exp_avg_diff`, `exp_avg_sq` and `previous_grad`, of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with
-    `"split24"`; `step`, an int64 scalar. `previous_grad` holds a BF16 gradient exactly, unless the gradient is clipped
-    inside the step.
+    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
+    `previous_grad` holds a BF16 gradient exactly, unless the gradient is clipped inside the step.
 
-    Bytes per parameter, gradient included: 14 with `kahan` and `split`, 13 with `split24`, 12 with the other modes.
-    FP32 parameters take 24.
+    Bytes per parameter, gradient included: 14 with `kahan` and `split`, 12 with the other modes. FP32 parameters take
+    24.
 
     Args:
         params: parameters or groups.

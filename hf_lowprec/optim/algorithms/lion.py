@@ -25,10 +25,9 @@ class Lion(LowPrecisionOptimizer):
     learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
 
     States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`,
-    `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with `"split24"`; `step`, an int64 scalar.
+    `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 8 with `kahan` and `split`, 7 with `split24`, 6 with the other modes. FP32
-    parameters take 12.
+    Bytes per parameter, gradient included: 8 with `kahan` and `split`, 6 with the other modes. FP32 parameters take 12.
 
     Args:
         params: parameters or groups.

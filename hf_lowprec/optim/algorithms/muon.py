@@ -44,13 +44,13 @@ class Muon(TwoMoments):
     Under FSDP2, every rank gathers the momentum of each matrix in BF16 and orthogonalizes the full matrix.
 
     States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
-    by default. `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8`
-    (int8) with `"split24"`; `step`, an int64 scalar.
+    by default. `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
+    int64 scalar.
 
-    Bytes per element of a matrix, gradient included: 8 with `kahan` and `split`, 7 with `split24`, 6 with the other
-    modes. A step orthogonalizes one matrix at a time, or several small ones. It temporarily takes 2 bytes per element
-    of the largest matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more
-    (`hf-lowprec estimate` prints it); matrix products may take scratch memory of their own.
+    Bytes per element of a matrix, gradient included: 8 with `kahan` and `split`, 6 with the other modes. A step
+    orthogonalizes one matrix at a time, or several small ones. It temporarily takes 2 bytes per element of the largest
+    matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more (`hf-lowprec
+    estimate` prints it); matrix products may take scratch memory of their own.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.

@@ -31,11 +31,11 @@ class Prodigy(LowPrecisionOptimizer):
     `optimizer.param_groups[0]["d"]` is the estimate, by which `lr` is multiplied. It never decreases.
 
     States: `exp_avg`, `exp_avg_sq`, `s` and `p0_minus_p`, of the parameter's shape, BF16 by default; `compensation`
-    (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with `"split24"`;
-    `step`, an int64 scalar. The moments are those of `d·g`.
+    (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar. The moments
+    are those of `d·g`.
 
-    Bytes per parameter, gradient included: 14 with `kahan` and `split`, 13 with `split24`, 12 with the other modes.
-    FP32 parameters take 24.
+    Bytes per parameter, gradient included: 14 with `kahan` and `split`, 12 with the other modes. FP32 parameters take
+    24.
 
     Args:
         params: parameters or groups.

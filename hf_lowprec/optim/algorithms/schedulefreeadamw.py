@@ -35,11 +35,10 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
     Call `eval()` before the model is evaluated or saved, and `train()` before training goes on. Trainer does.
 
     States: `exp_avg_sq` and `z_minus_y`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
-    `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with `"split24"`; `step`, an
-    int64 scalar.
+    `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with `kahan` and `split`, 9 with `split24`, 8 with the other modes. FP32
-    parameters take 16.
+    Bytes per parameter, gradient included: 10 with `kahan` and `split`, 8 with the other modes. FP32 parameters take
+    16.
 
     Args:
         params: parameters or groups.

@@ -21,11 +21,10 @@ class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` for weights stored in BF16.
 
     States: `momentum_buffer`, of the parameter's shape, BF16 by default, if `momentum` is not zero; `compensation`
-    (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`, `remainder8` (int8) with `"split24"`;
-    `step`, an int64 scalar.
+    (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 6 with `kahan` and `split`, 5 with `split24`, 4 with the other modes, plus 2
-    with momentum. FP32 parameters take 8, or 12 with momentum.
+    Bytes per parameter, gradient included: 6 with `kahan` and `split`, 4 with the other modes, plus 2 with momentum.
+    FP32 parameters take 8, or 12 with momentum.
 
     Args:
         params: parameters or groups.

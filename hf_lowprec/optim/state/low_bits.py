@@ -60,7 +60,7 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
 
     Args:
         optimizer: the optimizer; it notes whether the parameter is dithered.
-        compensation: zeros, BF16, int16 or int8, sharded as `param` is.
+        compensation: zeros, BF16 or int16, sharded as `param` is.
         param: the 16-bit parameter.
         seed: its group's seed.
         number: its number in the random stream.
@@ -226,7 +226,7 @@ def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slic
 
     Args:
         param: the 16-bit parameter.
-        low_bits: BF16 for a compensation, int16 or int8 for a remainder; contiguous, sharded as `param` is.
+        low_bits: BF16 for a compensation, int16 for a remainder; contiguous, sharded as `param` is.
         values: as `change` of `change_weights`, but returns FP32 values.
     """
     target = local_shard(low_bits).view(-1)
@@ -450,7 +450,7 @@ def keep_low_bits(optimizer: Any) -> None:
     and in a single process also when an exception ends it. If the 16-bit values of a parameter change before
     the next optimizer's first step, nothing is kept for it.
 
-    The tensors are shared with `optimizer`. They take extra memory, 1 or 2 bytes per parameter, once it is deleted.
+    The tensors are shared with `optimizer`. They take extra memory, 2 bytes per parameter, once it is deleted.
 
     Args:
         optimizer: the optimizer, or accelerate's wrapper around it.

@@ -21,7 +21,6 @@ from hf_lowprec.optim.state.states_in_8_bits import (
     decoded_states,
     dtype_in,
     encoded,
-    holds_codes,
     key_of,
     scale_shape,
 )
@@ -71,7 +70,7 @@ def state_tensors(
     for state in optimizer.stored_states(group, param):
         dtype = dtype_in(existing, state.name) or new_state_dtype(state, group, param)
         tensors.append(StateTensor(state, dtype, state.shape_for(param.shape)))
-        if holds_codes(state.name, dtype):
+        if dtype == torch.int8:
             _check_blocks(param)
             scale = State(state.name + SCALE_SUFFIX, state.role, averages=False, dtype=torch.uint8, scale_of=state.name)
             tensors.append(StateTensor(scale, torch.uint8, scale_shape(param.shape)))
@@ -94,7 +93,7 @@ def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch
 def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
     """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
     dtype = state.dtype or state_dtype(state.name, param.dtype, group)
-    return torch.bfloat16 if holds_codes(state.name, dtype) and why_not_8_bits(state, param) else dtype
+    return torch.bfloat16 if dtype == torch.int8 and why_not_8_bits(state, param) else dtype
 
 
 def why_not_8_bits(state: State, param: Tensor) -> str | None:
@@ -108,7 +107,7 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
     """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
     states = optimizer.stored_states(group, param)
-    wanted = (s for s in states if holds_codes(s.name, state_dtype(s.name, param.dtype, group)))
+    wanted = (s for s in states if state_dtype(s.name, param.dtype, group) == torch.int8)
     reasons = (why_not_8_bits(state, param) for state in wanted)
     return [reason for reason in reasons if reason is not None]
 
@@ -150,7 +149,7 @@ def rounded_to_nearest(
             states[name] = value
             continue
         dtype = new_state_dtype(known.get(name, State(name, role=0, averages=False)), group, param)
-        states |= encoded(value, name) if holds_codes(name, dtype) else {name: value.to(dtype)}
+        states |= encoded(value, name) if dtype == torch.int8 else {name: value.to(dtype)}
     return states
 
 

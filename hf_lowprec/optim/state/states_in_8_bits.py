@@ -15,7 +15,6 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
 from hf_lowprec.rounding.low_bits import chunk_size
-from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 CODE_SUFFIX, SCALE_SUFFIX = "_code", "_scale"
 """The ends of the keys of a state's codes and scales, after the name of the state. Under that name itself, other
@@ -27,14 +26,9 @@ def scale_shape(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-1], *(length // BLOCK for length in shape[-1:])))
 
 
-def holds_codes(name: str, dtype: torch.dtype) -> bool:
-    """Return whether a state of this name and dtype is stored as codes with scales, see `State.dtype`."""
-    return dtype == torch.int8 and name not in AUXILIARY_STATES
-
-
 def key_of(name: str, dtype: torch.dtype) -> str:
     """The key of the state `name` in `optimizer.state[param]` if it is stored in `dtype`; that of codes is its own."""
-    return name + CODE_SUFFIX if holds_codes(name, dtype) else name
+    return name + CODE_SUFFIX if dtype == torch.int8 else name
 
 
 def states_in_codes(keys: Collection[str]) -> list[str]:

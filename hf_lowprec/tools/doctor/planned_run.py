@@ -66,7 +66,8 @@ class PlannedRun(NamedTuple):
         if declared.has_compensation:
             is_used = any(phase.mode == mode for phase in self.rounding.phases)
             return Storage(COMPENSATION_QUANTA, stochastic=not is_used or self.state_rounding == "stochastic")
-        return Storage((Quantum(2.0**-declared.remainder_bits, share=1.0),), stochastic=declared.random)
+        quantum = 2.0**-16 if declared.auxiliary else 1.0  # with a remainder, all of FP32 is stored
+        return Storage((Quantum(quantum, share=1.0),), stochastic=declared.random)
 
 
 def optimizer_of_checkpoint(folder: Path, optim_args: str | None, betas: Betas) -> dict[str, Any]:

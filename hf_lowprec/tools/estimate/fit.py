@@ -40,8 +40,6 @@ OPTIONS = (
     Option("split, gradient release", "adamw_bf16_split", _RELEASE),
     Option("split, 8-bit states", "adamw_bf16_split", _INT8),
     Option("split, 8-bit states, gradient release", "adamw_bf16_split", f"{_INT8},{_RELEASE}"),
-    Option("split24, 8-bit states", "adamw_bf16_split24", _INT8),
-    Option("split24, 8-bit states, gradient release", "adamw_bf16_split24", f"{_INT8},{_RELEASE}"),
     Option("stochastic", "adamw_bf16_sr"),
     Option("stochastic, gradient release", "adamw_bf16_sr", _RELEASE),
     Option("stochastic, 8-bit states", "adamw_bf16_sr", _INT8),

@@ -25,7 +25,6 @@ from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import SUFFIXES
 from hf_lowprec.optim.state.imported_states import COMPENSATIONS, format_of
 from hf_lowprec.optim.state.state_dict_format import HEADER
-from hf_lowprec.optim.state.states_in_8_bits import holds_codes
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.tools.inspection.tensor_facts import any_nonzero
@@ -184,7 +183,7 @@ class ParameterState:
     def bytes_of(self, name: str) -> int:
         """Bytes of one of them, with its scales if it is in 8 bits."""
         info = self.infos[name]
-        scales = info.shape.numel() // BLOCK if holds_codes(name, info.dtype) else 0
+        scales = info.shape.numel() // BLOCK if info.dtype == torch.int8 else 0
         return info.shape.numel() * info.dtype.itemsize + scales
 
     @cached_property

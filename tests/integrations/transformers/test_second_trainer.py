@@ -40,7 +40,7 @@ def in_16_bits(model) -> set[str]:
 
 
 @pytest.mark.parametrize("second", ["adamw_bf16_kahan", "adamw_bf16_split"])
-@pytest.mark.parametrize("first", ["adamw_bf16_kahan", "adamw_bf16_split", "adamw_bf16_split24"])
+@pytest.mark.parametrize("first", ["adamw_bf16_kahan", "adamw_bf16_split"])
 @pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])
 @pytest.mark.parametrize("seed", [0, 5])
 def test_it_begins_with_the_fp32_weights_of_the_first(tmp_path, capsys, loaded_in, first, second, seed):
@@ -130,7 +130,7 @@ def test_a_mode_without_a_place_for_them_says_that_they_are_dropped(tmp_path):
         trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
 
 
-@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split", "adamw_bf16_split24"])
+@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split"])
 @pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])
 def test_the_best_weights_are_fp32_weights_too(tmp_path, loaded_in, optim):
     """After `load_best_model_at_end`, the weights are those that an export of the best checkpoint contains."""

@@ -43,7 +43,6 @@ NEED_ALL_GRADIENTS = ("Prodigy",)
 MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BF16, {"rounding": "kahan"}),
     (BF16, {"rounding": "split"}),
-    (BF16, {"rounding": "split24"}),
     (BF16, {"rounding": "stochastic"}),
     (BF16, {"rounding": "nearest"}),
     (BF16, {"rounding": "stochastic", "state_dtype": torch.int8}),
