@@ -39,7 +39,6 @@ TESTS = [
     "tests/gpu/test_offload_on_gpu.py",
     "tests/gpu/test_mean_on_gpu.py",
     "tests/gpu/test_fsdp2_on_gpu.py",
-    "tests/optim/test_changed_weights.py",
     "tests/gpu/test_attention_and_liger_on_gpu.py",
     "tests/optim/test_backends.py",
     "tests/optim/test_split.py",

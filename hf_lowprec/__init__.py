@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
-    from hf_lowprec.integrations.export.weight_patch import apply_weight_patch, save_weight_patch
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
     from hf_lowprec.optim import (
@@ -37,7 +36,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
         StableAdamW,
     )
     from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
-    from hf_lowprec.optim.changed_weights import changed_weights
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
     from hf_lowprec.optim.state.low_bits import drop_low_bits, fp32_state_dict, keep_low_bits
     from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
@@ -46,8 +44,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
 
 _DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
-    "apply_weight_patch": "integrations.export.weight_patch",
-    "changed_weights": "optim.changed_weights",
     "CastReport": "casting",
     "cast_model": "casting",
     "drop_low_bits": "optim.state.low_bits",
@@ -61,7 +57,6 @@ _DEFINED_IN = {
     "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
     "save_pretrained": "integrations.export.save_pretrained",
-    "save_weight_patch": "integrations.export.weight_patch",
     "OPTIMIZER_NAMES": "optim.optimizer_names",
     "optimizer_factory": "optim.optimizer_names",
 }
@@ -83,9 +78,7 @@ __all__ = [
     "RAdam",
     "ScheduleFreeAdamW",
     "StableAdamW",
-    "apply_weight_patch",
     "cast_model",
-    "changed_weights",
     "drop_low_bits",
     "export_checkpoint",
     "fp32_state_dict",
@@ -97,7 +90,6 @@ __all__ = [
     "register",
     "return_float32",
     "save_pretrained",
-    "save_weight_patch",
 ]
 
 if not TYPE_CHECKING:  # type checkers would accept any name

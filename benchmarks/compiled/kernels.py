@@ -78,7 +78,6 @@ def specs() -> dict[str, KernelSpec]:
         "amsgrad": {"amsgrad": True},
         "clipped": {"max_grad_norm": 1.0},
         "8-bit states": {"state_dtype": torch.int8},
-        "changed weights": {"track_changes": True},
     }
     for name, options in further.items():
         for rounding in ("kahan", "split", "stochastic"):

@@ -36,7 +36,7 @@ TakenLowBits = dict[str, dict[str, Any]]
 def take_low_bits(model: nn.Module) -> TakenLowBits:
     """Take the low bits kept for parameters of `model` away from them."""
     kept = {}
-    for name, param in named_parameters(model):
+    for name, param in _named(model):
         if low_bits(param) is not None and (saved := low_bits_to_save(param)) is not None:
             kept[name] = saved
         drop_low_bits(param)
@@ -49,7 +49,7 @@ def returned_on_error(model: nn.Module, kept: TakenLowBits) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for name, param in named_parameters(model):
+        for name, param in _named(model):
             if name in kept:
                 restore_saved_low_bits(param, kept[name])
         raise
@@ -63,7 +63,7 @@ def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) ->
         kept: what `take_low_bits` has returned on this rank.
         device: where tensors are sent between ranks.
     """
-    params = dict(named_parameters(extract_model_from_parallel(model, keep_torch_compile=False)))
+    params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
     shapes = {name: param.shape for name, param in params.items()}
     for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
         param = params[name]
@@ -88,7 +88,7 @@ def low_bits_of_rank_0(
         yield name, full, dither_stream
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of `model` by their names without wrappers."""
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:

@@ -32,9 +32,6 @@ class Algorithm(torch.optim.Optimizer):
     offload_states: bool = False
     offload_gradients: bool = False
     clip: str = "exact"
-    track_changes: bool = False
-    changed: Any = None
-    """The bits of changed weights, a `ChangedBits`; None if they are not tracked."""
     skipped_before: int
     """Steps that `skip_nonfinite` had skipped when the states that were loaded were saved."""
 
@@ -93,10 +90,6 @@ class Algorithm(torch.optim.Optimizer):
     def state_device(self, param: Tensor) -> torch.device:
         """Where the states of `param` are."""
         return torch.device("cpu") if self.offload_states else param.device
-
-    def changed_bits(self, param: Tensor) -> Tensor | None:
-        """The words of the bits of changed weights of this rank's part of `param`; None if they are not tracked."""
-        return None if self.changed is None else self.changed.of(param, self.state_device(param))
 
     def gradient_device(self, param: Tensor) -> torch.device:
         """Where the gradient of `param` is in a step."""

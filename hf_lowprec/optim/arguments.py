@@ -45,7 +45,6 @@ class Shared(TypedDict, total=False):
     clip: Clip
     offload_states: bool
     offload_gradients: bool
-    track_changes: bool
 
 
 def full_signature(algorithm: type, base: type) -> inspect.Signature:
@@ -143,7 +142,6 @@ EXECUTION_ARGUMENTS = {
     *("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
     "offload_states",
     "offload_gradients",
-    "track_changes",
 }
 """Arguments that apply to the whole optimizer and cannot be set per parameter group."""
 

@@ -19,7 +19,6 @@ from hf_lowprec.optim import arguments, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.changed_weights import ChangedBits
 from hf_lowprec.optim.gradient_release.collector import GradientCollector, check_no_other_takes_gradients
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
@@ -97,7 +96,6 @@ class LowPrecisionOptimizer(Algorithm):
         offload_gradients: only with `offload_states`: move gradients to host memory during the backward pass, as soon
             as they are final, and free them on the GPU. There they are added up over micro-batches and wait for
             `step()`, which frees them, so that `max_grad_norm` clips by the norm of the step's own gradients.
-        track_changes: keep a bit for each weight that steps have changed, see `changed_weights`.
 
     Raises:
         TypeError: a keyword is unknown. For torch's `foreach`, `fused` and `differentiable`, and a few of other
@@ -143,7 +141,6 @@ class LowPrecisionOptimizer(Algorithm):
         clip: Clip = "exact",
         offload_states: bool = False,
         offload_gradients: bool = False,
-        track_changes: bool = False,
         **unexpected: Any,
     ) -> None:
         arguments.check_unexpected_keywords(type(self), unexpected)
@@ -154,12 +151,10 @@ class LowPrecisionOptimizer(Algorithm):
         max_grad_norm = value_of("max_grad_norm", max_grad_norm)
         offload_states = value_of("offload_states", offload_states)
         offload_gradients = value_of("offload_gradients", offload_gradients)
-        track_changes = value_of("track_changes", track_changes)
         selection.check_backend(backend)
         arguments.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
         arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
         arguments.check_offload(offload_states, offload_gradients, backend, capturable, gradient_release)
-        arguments.check_boolean("track_changes", track_changes)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation holds the dither that it started with; `fp32_state_dict` subtracts it."""
@@ -173,8 +168,6 @@ class LowPrecisionOptimizer(Algorithm):
         self.clip = clip
         self.offload_states = bool(offload_states)
         self.offload_gradients = bool(offload_gradients)
-        self.track_changes = bool(track_changes)
-        self.changed = ChangedBits() if self.track_changes else None
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
@@ -641,7 +634,6 @@ class LowPrecisionOptimizer(Algorithm):
         vars(self).setdefault("before_part", [])
         for name in ("release", "offloaded_gradients"):  # there may be one while torch loads a state dict
             vars(self).setdefault(name, None)
-        self.changed = (vars(self).get("changed") or ChangedBits()) if self.track_changes else None
         self._collect_gradients()
         if self.release is not None:
             self.release.resume(norm_before)

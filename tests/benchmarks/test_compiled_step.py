@@ -38,7 +38,7 @@ Triton 3.6 and 3.7. A change that needs more must say why here; one that needs l
 
 For gfx942, 128 registers are a limit that leaves room for 16 wavefronts; the compiler would take up to 137.
 """
-FURTHER = ["SGD kahan bfloat16", "Muon split bfloat16, 8-bit states", "AdamW kahan bfloat16, changed weights"]
+FURTHER = ["SGD kahan bfloat16", "Muon split bfloat16, 8-bit states"]
 """Kernels with other tensors, whose accesses are checked."""
 
 

@@ -52,7 +52,7 @@ def test_no_value_is_kept_that_follows_from_another_value_that_is_kept(cls, opti
     kept = set(loops[0].kept)
     assert kept
     for node in kept:
-        needed_before = {*loops[0].operations, *loops[0].reductions}
+        needed_before = {*loops[0].operations, *loops[0].maxima}
         if not needed_before.intersection(node.users):
             assert not kept.intersection(node.all_input_nodes)
 

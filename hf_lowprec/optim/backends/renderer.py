@@ -15,7 +15,6 @@ from torch import fx
 
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
-from hf_lowprec.rounding.block_bits import block_bits
 from hf_lowprec.rounding.block_floats import block_max
 from hf_lowprec.rounding.random_bits import weyl
 
@@ -45,7 +44,6 @@ _METHODS: dict[Callable, tuple[str, bool]] = {
     torch.clamp_max: ("smaller", False),
     weyl: ("weyl", False),
     block_max: ("block_max", False),
-    block_bits: ("block_bits", False),
 }
 """Function → the method of `Renderer` with the same operands, and whether its result is a float."""
 
@@ -114,10 +112,6 @@ class Renderer:
 
     def block_max(self, value: str) -> str:
         """The largest integer of the block. See `rounding.block_floats.block_max`."""
-        raise NotImplementedError
-
-    def block_bits(self, value: str) -> str:
-        """The word of a block's bits. See `rounding.block_bits.block_bits`."""
         raise NotImplementedError
 
 

@@ -101,7 +101,7 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
     if not state.averages:
         return f"{state.name} does not average over steps"
     rows = "rows" if flat_part(param) is None else "rows, or this rank's part of them,"
-    return None if has_whole_blocks(param) else f"{rows} are not multiples of {BLOCK} elements"
+    return None if _has_whole_blocks(param) else f"{rows} are not multiples of {BLOCK} elements"
 
 
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
@@ -112,7 +112,7 @@ def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> lis
     return [reason for reason in reasons if reason is not None]
 
 
-def has_whole_blocks(param: Tensor) -> bool:
+def _has_whole_blocks(param: Tensor) -> bool:
     """Return whether the rows of `param`, its last dimension, are whole blocks. Others have no states in 8 bits."""
     shape, part = full_shape(param), flat_part(param)
     is_cut = part is not None and (part.start % BLOCK or param.numel() % BLOCK)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.step.kernel_spec import CHANGED, CLIP, KernelSpec, StoredState
+from hf_lowprec.optim.step.kernel_spec import CLIP, KernelSpec, StoredState
 from hf_lowprec.rounding import MODES, random_word, round_nearest, round_stochastic
-from hf_lowprec.rounding.block_bits import block_bits
 from hf_lowprec.rounding.block_floats import decode, encode
 from hf_lowprec.rounding.modes import DrawBits
 from hf_lowprec.rounding.random_bits import lane, word_of
@@ -58,12 +57,8 @@ def fused_step(
         new_state = {**new_state, **auxiliary}
     rounded: dict[str, Tensor] = {}
     for stored in spec.states:
-        if stored.scale_of is None and stored.name != CHANGED and (only_states is None or stored.name in only_states):
+        if stored.scale_of is None and (only_states is None or stored.name in only_states):
             rounded |= _store(spec, stored, new_state[stored.name], draw)
-    if CHANGED in state and (only_states is None or CHANGED in only_states):
-        is_other = torch.where(new_weight.view(torch.int32) != weight.view(torch.int32), 1, 0)
-        is_other = torch.where(new_weight != new_weight, 1, is_other)  # a NaN may be stored with another payload
-        rounded[CHANGED] = state[CHANGED] | block_bits(is_other)
     return new_weight, rounded
 
 

@@ -22,8 +22,6 @@ LR_SCALE = "lr_scale"
 """Name of the scalar that multiplies the learning rate of an orthogonalized parameter."""
 ORTHOGONALIZED = "orthogonalized"
 """Name of the BF16 tensor that an algorithm's `orthogonalize` makes of a matrix."""
-CHANGED = "changed"
-"""Name of the tensor with a bit for each weight that steps have changed, in words of the 32 elements of a block."""
 ROW_FACTOR, COLUMN_FACTOR = "row_factor", "column_factor"
 """Names of the FP32 tensors, one element per row or column, whose product normalizes a factored gradient."""
 
@@ -54,10 +52,6 @@ class StoredState:
         asked = dtype == torch.bfloat16 and state_rounding == "stochastic"
         stochastic = state.averages and (asked or dtype == torch.int8)
         return cls(state.name, state.role, dtype, stochastic, state.nonnegative, state.scale_of)
-
-
-CHANGED_BITS = StoredState(CHANGED, role=0, dtype=torch.int32, stochastic=False)
-"""How `CHANGED` is stored."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +133,8 @@ class KernelSpec:
 
     @cached_property
     def per_block_tensors(self) -> frozenset[str]:
-        """Names of the tensors that have one element per block: scales of states in 8 bits, bits of changed weights."""
-        return frozenset(self.scales.values()) | ({CHANGED} & self.output_tensors.keys())
+        """Names of the tensors that have one element per block: the scales of states in 8 bits."""
+        return frozenset(self.scales.values())
 
     @cached_property
     def random_words(self) -> tuple[int, ...]:

@@ -28,8 +28,9 @@ from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fingerprint import Fingerprint, params_of
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.kernel_spec import CHANGED, CHANGED_BITS, KernelSpec, StoredState
+from hf_lowprec.optim.step.kernel_spec import KernelSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
+from hf_lowprec.rounding import State
 from hf_lowprec.rounding.low_bits import drop_low_bits
 
 _LOW = 1 << 36
@@ -106,7 +107,6 @@ class StepPlan:
                 entry.optimizer_state[key_of(name, part.dtype)]
                 for entry in entries
                 for name, part in (entry.states | entry.means).items()
-                if name != CHANGED
             ],
         )
 
@@ -138,21 +138,17 @@ class StepPlan:
             for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             dtypes = (param.dtype, local_shard(grad).dtype, *(parts[tensor.key].dtype for tensor in of_elements))
-            stored = tuple(StoredState.of(each.state, each.dtype, group["state_rounding"]) for each in of_elements)
-            bits = optimizer.changed_bits(param)
-            if bits is not None:
-                stored += (CHANGED_BITS,)
+            stored = tuple(tensor.state for tensor in of_elements)
             means = tuple(tensor.state.name for tensor in states if tensor.state.mean_over is not None)
             if (stored, dtypes, means) not in specs:
-                specs[stored, dtypes, means] = step_spec(optimizer, group, stored, dtypes[:2], clipped, bool(means))
+                specs[stored, dtypes, means] = step_spec(optimizer, group, stored, dtypes, clipped, bool(means))
             entry = ParamEntry(
                 number=number,
                 group=group,
                 optimizer_state=optimizer_state,
                 param=param,
                 weight=self._contiguous(local_shard(param)),
-                states={tensor.state.name: self._contiguous(parts[tensor.key]) for tensor in of_elements}
-                | ({} if bits is None else {CHANGED: bits}),
+                states={tensor.state.name: self._contiguous(parts[tensor.key]) for tensor in of_elements},
                 means={name: self._contiguous(parts[name]) for name in means},
             )
             entries_by_key[_GroupKey(specs[stored, dtypes, means], param.device, sharding_of(param))].append(entry)
@@ -316,13 +312,13 @@ def _initialized_state(
 def step_spec(
     optimizer: Algorithm,
     group: ParamGroup,
-    states: tuple[StoredState, ...],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    states: tuple[State, ...],
+    dtypes: tuple[torch.dtype, ...],
     clipped: bool,
     factored: bool,
 ) -> KernelSpec:
-    """The spec of parameters that have these `states` of their shape, and `dtypes` of themselves and the gradient."""
-    param_dtype, grad_dtype = dtypes
+    """The spec of parameters whose tensors (themselves, gradient, states of their shape) have `dtypes`."""
+    param_dtype, grad_dtype, *state_dtypes = dtypes
     return KernelSpec(
         update=type(optimizer).update,
         options=tuple(sorted(optimizer.options(group).items())),
@@ -330,7 +326,10 @@ def step_spec(
         rounding=group["rounding"],
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
-        states=states,
+        states=tuple(
+            StoredState.of(state, dtype, group["state_rounding"])
+            for state, dtype in zip(states, state_dtypes, strict=True)
+        ),
         maximize=bool(group["maximize"]),
         clipped=clipped,
         tensor_means=tuple(optimizer.tensor_means(group).items()),

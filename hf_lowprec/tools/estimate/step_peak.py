@@ -18,7 +18,6 @@ from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.state.state_tensors import state_tensors
 from hf_lowprec.optim.step.factored_moments import compute_factors
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.kernel_spec import StoredState
 from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.step_plan import step_spec
@@ -72,8 +71,9 @@ def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[T
     dtype = params[0].dtype
     tensors = state_tensors(optimizer, group, params[0])
     states = [tensor for tensor in tensors if tensor.state.mean_over is None]
-    stored = tuple(StoredState.of(each.state, each.dtype, group["state_rounding"]) for each in states)
-    spec = step_spec(optimizer, group, stored, (dtype, dtype), clipped, len(states) < len(tensors))
+    dtypes = (dtype, dtype, *(tensor.dtype for tensor in states))
+    factored = len(states) < len(tensors)
+    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped, factored)
     entries = []
     for number, param in enumerate(params):
         weight, grad = (torch.empty(param.shape, dtype=dtype, device="meta") for _ in range(2))

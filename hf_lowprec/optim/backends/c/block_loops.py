@@ -1,7 +1,7 @@
-"""Loops over blocks and their elements in C, for steps with states in 8 bits, or with bits of changed weights.
+"""Loops over blocks and their elements in C, for steps with states in 8 bits.
 
 A block's scale depends on all of its elements, so a loop over them has to end before the next begins. Each use of
-`block_max` or `block_bits` ends a loop. Each loop becomes a C loop over the pairs of adjacent elements of a
+`block_max` ends a loop. Each loop becomes a C loop over the pairs of adjacent elements of a
 block, and values that a later loop needs are kept in arrays of one number per pair.
 
 Every number in these loops has 32 bits, so that compilers use the widest vectors. Where two of them are a block, each
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -30,15 +29,8 @@ from hf_lowprec.optim.backends.c.renderer import (
 from hf_lowprec.optim.backends.renderer import indent, operations, output_nodes
 from hf_lowprec.optim.backends.trace import integer_inputs, trace
 from hf_lowprec.optim.step.kernel_spec import ROW_FACTOR, KernelSpec
-from hf_lowprec.rounding.block_bits import block_bits
 from hf_lowprec.rounding.block_floats import BLOCK, block_max
 from hf_lowprec.rounding.random_bits import weyl
-
-REDUCTIONS: dict[Any, str] = {
-    block_max: "{result} = (int32_t){value} > {result} ? (int32_t){value} : {result};",
-    block_bits: "{result} |= (int32_t)({value} << (2 * j + {k}));",
-}
-"""Operation on a block → the statement that adds the element `2 * j + k` to its result, which begins with 0."""
 
 
 @dataclass
@@ -48,7 +40,7 @@ class BlockLoop:
     Attributes:
         before: operations of which the whole block needs one result, computed before the loop.
         operations: operations that are performed for each element.
-        reductions: operations of `REDUCTIONS` whose operands this loop computes.
+        maxima: operations `block_max` whose operands this loop computes.
         loaded: inputs that differ between elements, all in the first loop.
         kept: values of elements that later loops need, computed or loaded in this one.
         restored: values of elements that this loop needs, computed or loaded in earlier ones.
@@ -58,7 +50,7 @@ class BlockLoop:
 
     before: list[fx.Node] = field(default_factory=list)
     operations: list[fx.Node] = field(default_factory=list)
-    reductions: list[fx.Node] = field(default_factory=list)
+    maxima: list[fx.Node] = field(default_factory=list)
     loaded: list[fx.Node] = field(default_factory=list)
     kept: list[fx.Node] = field(default_factory=list)
     restored: list[fx.Node] = field(default_factory=list)
@@ -81,14 +73,14 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
     loop = dict.fromkeys(inputs, 0)
     for node in operations:
         args = node.all_input_nodes
-        reduces = node.target in REDUCTIONS
-        varies[node] = not reduces and (node.target is weyl or any(varies[arg] for arg in args))
+        is_max = node.target is block_max
+        varies[node] = not is_max and (node.target is weyl or any(varies[arg] for arg in args))
         from_tensors[node] = any(from_tensors[arg] for arg in args)
-        loop[node] = max((loop[arg] for arg in args), default=0) + reduces
+        loop[node] = max((loop[arg] for arg in args), default=0) + is_max
 
     def loops_of_users(node: fx.Node) -> list[int]:
-        """The loops that read a value; a block is reduced in the loop before the one in which the result is known."""
-        return [loop[user] - (user.target in REDUCTIONS) for user in node.users if user in loop]
+        """The loops that read a value; a maximum is taken in the loop before the one that it is known in."""
+        return [loop[user] - (user.target is block_max) for user in node.users if user in loop]
 
     for node in reversed(operations):
         # Random words are computed where they are first used, instead of being kept from an earlier loop. So is what
@@ -101,8 +93,8 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
     loops = [BlockLoop() for _ in range(max(loop.values()) + 1)]
     for node in operations:
         part = loops[loop[node]]
-        if node.target in REDUCTIONS:
-            loops[loop[node] - 1].reductions.append(node)
+        if node.target is block_max:
+            loops[loop[node] - 1].maxima.append(node)
         else:
             (part.operations if varies[node] else part.before).append(node)
     for node in filter(varies.__getitem__, [*inputs, *operations]):
@@ -204,7 +196,7 @@ class _BlockRenderer:
     def _loop(self, loop: BlockLoop) -> str:
         spec, outputs = self._spec, [self._output_names[position] for position in loop.outputs]
         before = [*self._statements(loop.before), *(self._store_scale(position) for position in loop.block_outputs)]
-        before += [f"int32_t result_{node.name} = 0;" for node in loop.reductions]
+        before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
         loaded = [node.name for node in loop.loaded]
         loads = [f"const uint32_t {name}_pair = {_PAIR.format(name)};" for name in loaded if name in self._in_16_bits]
         loads += [f"const uint32_t {name}_pair = {name}_pairs[j];" for name in loaded if name in self._in_8_bits]
@@ -227,9 +219,7 @@ class _BlockRenderer:
             even=indent(20, even),
             odd=indent(20, odd),
             stores=indent(16, stores),
-            after=indent(
-                12, [f"const uint32_t {node.name} = (uint32_t)result_{node.name};" for node in loop.reductions]
-            ),
+            after=indent(12, [f"const uint32_t {node.name} = (uint32_t)largest_{node.name};" for node in loop.maxima]),
         )
 
     def _element(self, loop: BlockLoop, k: int) -> list[str]:
@@ -243,8 +233,9 @@ class _BlockRenderer:
         lines += [self._assign(node.name, f"kept_{node.name}_{parity}[j]") for node in loop.restored]
         lines += self._statements(loop.operations)
         lines += [f"kept_{node.name}_{parity}[j] = {node.name};" for node in loop.kept]
-        for node in loop.reductions:
-            lines.append(REDUCTIONS[node.target].format(result=f"result_{node.name}", value=node.args[0], k=k))
+        for node in loop.maxima:
+            largest, value = f"largest_{node.name}", f"(int32_t){node.args[0]}"
+            lines.append(f"{largest} = {value} > {largest} ? {value} : {largest};")
         return lines + [
             f"new_{self._output_names[position]}_{parity} = {self._output_values[position]};"
             for position in loop.outputs

@@ -164,7 +164,7 @@ def _render_step(spec: KernelSpec) -> str:
     """Render `step`, and before it what it calls."""
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    functions, loops = ("", render_block_loops(spec)) if spec.per_block_tensors else _element_loops(spec, scalars)
+    functions, loops = ("", render_block_loops(spec)) if spec.scales else _element_loops(spec, scalars)
     chunk_inputs = _load_pointers(spec, spec.tensors, spec.output_tensors) + _load_scalars(scalars)
     if keys:
         # Step counts are those before this step, which counts from 1.

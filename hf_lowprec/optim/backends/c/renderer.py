@@ -18,7 +18,6 @@ STORAGE = {
     torch.float32: "float",
     torch.bfloat16: "uint16_t",
     torch.float16: "_Float16",
-    torch.int32: "uint32_t",
     torch.int16: "int16_t",
     torch.int8: "int8_t",
     torch.uint8: "uint8_t",
@@ -27,7 +26,6 @@ LOAD = {
     torch.float32: "quiet({0})",
     torch.bfloat16: "as_float((uint32_t){0} << 16)",
     torch.float16: "quiet((float){0})",
-    torch.int32: "{0}",
     torch.int16: "(uint32_t){0}",
     torch.int8: "(uint32_t){0}",
     torch.uint8: "(uint32_t){0}",
@@ -36,7 +34,6 @@ STORE = {
     torch.float32: "{0}",
     torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)",
     torch.float16: "(_Float16){0}",
-    torch.int32: "{0}",
     torch.int16: "(int16_t){0}",
     torch.int8: "(int8_t){0}",
     torch.uint8: "(uint8_t){0}",
@@ -93,9 +90,6 @@ class CRenderer(Renderer):
 
     def block_max(self, value: str) -> str:
         return value  # of one element; `block_loops.py` takes the largest
-
-    def block_bits(self, value: str) -> str:
-        return value  # of one element; `block_loops.py` collects them
 
 
 def value_type(is_float: bool) -> str:

@@ -43,7 +43,11 @@ def load_row(table: str, row: str, columns: Sequence[str], names: Collection[str
 def load_chunk_inputs(spec: KernelSpec, scalars: Sequence[str]) -> list[str]:
     """Statements that look up the addresses and scalars of a chunk's parameter; addresses are the chunk's start."""
     lines = load_row("pointers", "entry_index", [f"{name}_address" for name in spec.tensors])
-    lines += [f"{name}_address += {_bytes_before(spec, name, 'start')}" for name in spec.tensors if name not in FACTORS]
+    lines += [
+        f"{name}_address += start {f'// {BLOCK}' if name in spec.per_block_tensors else f'* {dtype.itemsize}'}"
+        for name, dtype in spec.tensors.items()
+        if name not in FACTORS
+    ]
     if spec.factored:  # the rest is computed with 32 bits, relative to these rows and columns
         lines += [
             "first_row = start // columns",
@@ -67,14 +71,6 @@ def find_factors(spec: KernelSpec, index: str) -> list[str]:
     return [f"row, column = places_of_factors({index}, {', '.join(matrix_inputs(spec))})"]
 
 
-def _bytes_before(spec: KernelSpec, name: str, element: str) -> str:
-    """How far in memory the tensor `name` lies before what belongs to an element."""
-    size = spec.tensors[name].itemsize
-    if name not in spec.per_block_tensors:
-        return f"{element} * {size}"
-    return f"{element} // {BLOCK}" + (f" * {size}" if size > 1 else "")
-
-
 def load_elements(spec: KernelSpec, names: Iterable[str], masked: bool) -> str:
     """Statements that load elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
     names = list(names)
@@ -89,11 +85,9 @@ def load_elements(spec: KernelSpec, names: Iterable[str], masked: bool) -> str:
             pointer, mask = f"{name}_address.to({storage})", "mask"
             places = FACTORS[name]
         elif name in spec.per_block_tensors:
-            places, mask = "blocks", "block_mask"
-            pointer = f"({name}_address + {_bytes_before(spec, name, 'offset')}).to({storage})"
+            pointer, places, mask = f"({name}_address + offset // {BLOCK}).to({storage})", "blocks", "block_mask"
         else:
-            places, mask = "lanes", "mask"
-            pointer = f"({name}_address + {_bytes_before(spec, name, 'offset')}).to({storage})"
+            pointer, places, mask = f"({name}_address + offset * {dtype.itemsize}).to({storage})", "lanes", "mask"
             pointer = pointer if masked else f"tl.multiple_of({pointer}, 16)"
         pointers.append(f"{name}_ptr = {pointer} + {places}")
         load = f"tl.load({name}_ptr{f', mask={mask}, other=0' if masked else ''})"

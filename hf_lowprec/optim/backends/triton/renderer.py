@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.backends.renderer import Renderer, arguments, indent, statements
-from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.random_bits import GOLDEN
 
 # How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
@@ -20,7 +19,6 @@ STORAGE = {
     torch.float32: "float32",
     torch.bfloat16: "uint16",
     torch.float16: "float16",
-    torch.int32: "int32",
     torch.int16: "int16",
     torch.int8: "int8",
     torch.uint8: "uint8",
@@ -29,7 +27,6 @@ LOAD = {
     torch.float32: "{0}",
     torch.bfloat16: "({0}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)",
     torch.float16: "{0}.to(tl.float32)",
-    torch.int32: "{0}",
     torch.int16: "{0}.to(tl.int32)",
     torch.int8: "{0}.to(tl.int32)",
     torch.uint8: "{0}.to(tl.int32)",
@@ -38,7 +35,6 @@ STORE = {
     torch.float32: "{0}",
     torch.bfloat16: "({0}.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)",
     torch.float16: "{0}.to(tl.float16)",
-    torch.int32: "{0}",
     torch.int16: "{0}.to(tl.int16)",
     torch.int8: "{0}.to(tl.int8)",
     torch.uint8: "{0}.to(tl.uint8)",
@@ -86,9 +82,6 @@ class TritonRenderer(Renderer):
 
     def block_max(self, value: str) -> str:
         return f"tl.max({value}, axis=1, keep_dims=True)"
-
-    def block_bits(self, value: str) -> str:
-        return f"tl.sum({value} << tl.arange(0, {BLOCK})[None, :], axis=1, keep_dims=True)"
 
 
 _FORMULA = """
