@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests.support.broken_kernels.broken_layers import check_around_broken_layers
+from tests.support.broken_layers import check_around_broken_layers
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP32, assert_same_bits, bits, norm_modules, output_dtypes
 from tests.support.models.tiny_models import ARCHITECTURES, CLASSES, LAYERS

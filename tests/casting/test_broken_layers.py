@@ -1,46 +1,35 @@
-"""The comparison with FP32 on a machine whose torch is wrong: it passes by the way out alone, and our mistakes fail."""
+"""The comparison with FP32 on a machine whose torch is wrong: it passes by `keep_fp32` alone, and our mistakes fail."""
 
 import pytest
+import torch
+from torch.nn import functional as F
 from transformers import HubertForCTC
 
 from hf_lowprec.casting import apply_plan as apply
 from hf_lowprec.casting.fp32_rules import norms
-from tests.support.broken_kernels import broken_layers
-from tests.support.broken_kernels.planted import break_function, fill, off_by
+from tests.support import broken_layers
 from tests.support.every_architecture import architecture_check
 from tests.support.every_architecture.architecture_check import FAILS, TRAINS
 from tests.support.models.training_check import check_training
 from tests.support.models.vision_and_speech_models import MODELS
 
 pytestmark = pytest.mark.usefixtures("own_kernels")
-POSITIONS = "hubert.encoder.pos_conv_embed.conv"
+POSITIONS, WEIGHT = "hubert.encoder.pos_conv_embed.conv", (96, 12, 16)
 
 
-@pytest.fixture
-def broken_positions(monkeypatch) -> None:
-    """The grouped convolution is wrong, for the one shape that the tiny model calls it with."""
+def break_convolution(monkeypatch, *shapes: tuple[int, ...], where: str = "output") -> None:
+    """Let torch's convolution with weights of these shapes be wrong in BF16: its output, or its weight's gradient."""
+    right = F.conv1d
 
-    def only(values) -> bool:
-        return values[0].shape == (2, 96, 4) and values[1].shape == (96, 12, 16)
+    def wrong(values, weight, *args):
+        planted = values.dtype == torch.bfloat16 and weight.shape in shapes
+        if planted and where == "gradient":
+            weight = weight.clone()
+            weight.register_hook(lambda gradient: gradient * float("nan"))
+        output = right(values, weight, *args)
+        return output + 30 * output.detach().roll(1) if planted and where == "output" else output
 
-    break_function(monkeypatch, "conv1d", off_by(30.0), only=only)
-
-
-def test_a_broken_layer_is_kept_in_fp32_and_named(broken_positions, monkeypatch):
-    outcome = architecture_check.check(HubertForCTC, "hubert")
-    assert (outcome.kind, list(outcome.broken)) == (TRAINS, [POSITIONS]), outcome
-    with pytest.warns(UserWarning, match=rf"HubertForCTC: {POSITIONS} is wrong on this machine .*output unrelated"):
-        broken_layers.report("HubertForCTC", outcome.broken)
-    # It is the way out that lets it pass, and nothing else.
-    monkeypatch.setattr(architecture_check, "broken_layers", lambda model, batch: {})
-    assert architecture_check.check(HubertForCTC, "hubert").kind == FAILS
-
-
-def test_a_gradient_that_is_not_finite_is_seen_too(monkeypatch):
-    nan = fill(float("nan"), (0, 0, 0))
-    break_function(monkeypatch, "conv1d", nan, "weight", only=lambda values: values[1].shape == (96, 12, 16))
-    outcome = architecture_check.check(HubertForCTC, "hubert")
-    assert (outcome.kind, list(outcome.broken)) == (TRAINS, [POSITIONS]), outcome
+    monkeypatch.setattr(F, "conv1d", wrong)
 
 
 def norms_are_cast(monkeypatch) -> None:
@@ -51,24 +40,27 @@ def norms_do_not_round(monkeypatch) -> None:
     monkeypatch.setitem(apply.INSTALL, "downcast outputs", lambda *args: False)
 
 
+@pytest.mark.parametrize("where", ["output", "gradient"])
+def test_a_broken_layer_is_kept_in_fp32(monkeypatch, where):
+    break_convolution(monkeypatch, WEIGHT, where=where)
+    outcome = architecture_check.check(HubertForCTC, "hubert")
+    assert (outcome.kind, outcome.broken) == (TRAINS, (POSITIONS,)), outcome
+    # It is `keep_fp32` that lets it pass, and nothing else.
+    monkeypatch.setattr(architecture_check, "broken_layers", lambda model, batch: ())
+    assert architecture_check.check(HubertForCTC, "hubert").kind == FAILS
+
+
 @pytest.mark.parametrize("mistake", [norms_are_cast, norms_do_not_round])
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_mistake_of_ours_is_not_left_to_the_layer(request, monkeypatch, mistake, broken):
+def test_a_mistake_of_ours_is_not_left_to_the_layer(monkeypatch, mistake, broken):
     if broken:
-        request.getfixturevalue("broken_positions")
+        break_convolution(monkeypatch, WEIGHT)
     mistake(monkeypatch)
     outcome = architecture_check.check(HubertForCTC, "hubert")
-    assert (outcome.kind, list(outcome.broken)) == (FAILS, [POSITIONS] * broken), outcome
+    assert (outcome.kind, outcome.broken) == (FAILS, (POSITIONS,) * broken), outcome
 
 
 def test_comparisons_of_the_shelf_go_around_it_as_well(monkeypatch):
-    break_function(monkeypatch, "conv1d", off_by(30.0))
-    build = MODELS["whisper"]
-    with pytest.raises(AssertionError):
-        check_training(*build(), ())
+    break_convolution(monkeypatch, (16, 8, 3), (16, 16, 3))
     with pytest.warns(UserWarning, match=r"whisper: model\.encoder\.conv1 is wrong on this machine"):
-        broken_layers.check_around_broken_layers("whisper", build, check_training)
-    monkeypatch.undo()
-    norms_do_not_round(monkeypatch)
-    with pytest.raises(RuntimeError, match="must have the same dtype"):
-        broken_layers.check_around_broken_layers("whisper", build, check_training)
+        broken_layers.check_around_broken_layers("whisper", MODELS["whisper"], check_training)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
-from tests.support.broken_kernels.broken_layers import report
+from tests.support.broken_layers import report
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS
 from tests.support.every_architecture.batch_exceptions import LONG

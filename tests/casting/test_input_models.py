@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_lowprec.casting import cast_model
-from tests.support.broken_kernels.broken_layers import check_around_broken_layers
+from tests.support.broken_layers import check_around_broken_layers
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP32
 from tests.support.models.training_check import check_training

@@ -8,34 +8,13 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_lowprec import AdamW
-from hf_lowprec.monitor.layer_probes import Probe
 from hf_lowprec.optim.backends.c import native
-from hf_lowprec.tools.doctor import checks
-from hf_lowprec.tools.doctor.layers import probe_layers
-from tests.support.broken_kernels.planted import break_function, off_by
 from tests.support.command_output import hf_lowprec
 from tests.support.processes.ranks import run_ranks
 
 TORCH = metadata.version("torch")
 """Without the name of the build, with which `torch.__version__` ends on Linux."""
-CHECKS = ["versions", "packages", "names", "steps", "layers", "reduction", "training"]
-
-
-@pytest.fixture(scope="module")
-def probed() -> tuple[list[Probe], list[str]]:
-    return probe_layers(torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def broken_here(probed) -> int:
-    """1 on a machine whose torch computes layers wrongly, as on some CPUs with AMX, where the doctor must fail."""
-    return int(any(probe.broken for probe in probed[0]))
-
-
-@pytest.fixture
-def layers_are_known(monkeypatch, probed):
-    """The doctor does not probe layers again."""
-    monkeypatch.setattr(checks, "probe_layers", lambda device: probed)
+CHECKS = ["versions", "packages", "names", "steps", "reduction", "training"]
 
 
 def doctor() -> tuple[int, dict[str, tuple[str, str]]]:
@@ -58,30 +37,28 @@ def compiled_anew(monkeypatch, tmp_path):
     native._load.cache_clear()
 
 
-def test_all_is_well_here(broken_here):
+def test_all_is_well_here():
     status, found = doctor()
     assert list(found) == CHECKS
     assert {name: word for name, (word, _) in found.items()} == {
         **dict.fromkeys(CHECKS, "ok"),
         "reduction": "-",  # one process
-        "layers": "FAILED" if broken_here else "ok",
     }
-    assert status == broken_here
+    assert status == 0
     assert f"Python {platform.python_version()}, torch {TORCH}, " in found["versions"][1]
     assert f", transformers {metadata.version('transformers')}, " in found["versions"][1]
     assert "cpu: backend 'native' gives the same bits as 'eager'" in found["steps"][1]
     assert "accelerate launch -m hf_lowprec doctor" in found["reduction"][1]
-    assert "cpu: wrong" in found["layers"][1] or "cpu: 30 convolutions, matmuls, norms … within" in found["layers"][1]
 
 
-def test_one_process_with_several_gpus_is_told_how_to_train(monkeypatch, broken_here, layers_are_known):
+def test_one_process_with_several_gpus_is_told_how_to_train(monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     status, found = doctor()
-    assert (status, found["training"][0]) == (broken_here, "-")
+    assert (status, found["training"][0]) == (0, "-")
     assert "CUDA_VISIBLE_DEVICES=0" in found["training"][1]
 
 
-def test_an_old_package_is_named(monkeypatch, layers_are_known):
+def test_an_old_package_is_named(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=99", "no-such-extra>=1; extra == 'demo'"])
     status, found = doctor()
     assert (status, found["packages"]) == (
@@ -91,7 +68,7 @@ def test_an_old_package_is_named(monkeypatch, layers_are_known):
     assert found["training"][0] == "ok"  # the other checks go on
 
 
-def test_a_name_that_leads_elsewhere_is_named(monkeypatch, layers_are_known):
+def test_a_name_that_leads_elsewhere_is_named(monkeypatch):
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda args: (torch.optim.SGD, {})))
     status, found = doctor()
     assert status == 1
@@ -99,7 +76,7 @@ def test_a_name_that_leads_elsewhere_is_named(monkeypatch, layers_are_known):
     assert "optim='adafactor_bf16_kahan' selects <class 'torch.optim.sgd.SGD'>" in found["names"][1]
 
 
-def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew, layers_are_known):
+def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew):
     monkeypatch.setattr(
         native, "render", lambda layout, render=native.render: render(layout).replace("0x7fffu", "0x6fffu")
     )
@@ -111,48 +88,16 @@ def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew, layer
     )
 
 
-def test_a_layer_that_is_wrong_here_is_named_with_the_way_out(monkeypatch, own_kernels):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    only_grouped = {"only": lambda values: values[1].shape == (96, 6, 128)}
-    break_function(monkeypatch, "conv1d", off_by(1.1), **only_grouped)
-    break_function(monkeypatch, "scaled_dot_product_attention", off_by(0.05), "input")
-    status, found = doctor()
-    assert (status, found["layers"][0]) == (1, "FAILED")
-    broken, _, advice = found["layers"][1].partition(". ")
-    assert "cpu: wrong in BF16: Conv1d(96, 96, kernel_size=(128,), stride=(1,), padding=(64,), groups=16)" in broken
-    assert broken.count("Conv") == 1 and "output off by 1" in broken
-    assert "; attention: grad_query off by" in broken and "; causal attention: grad_query off by" in broken
-    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in advice and "keep_fp32" in advice and "another version" in advice
-    assert found["training"][0] == "ok"
-
-
-def test_a_layer_that_cannot_run_here_is_named_and_is_no_fault(monkeypatch, own_kernels):
-    monkeypatch.setattr(torch.nn.functional, "conv3d", lambda **tensors: torch.zeros(1) @ torch.zeros(2, 2))
-    status, found = doctor()
-    assert (status, found["layers"][0]) == (0, "ok")
-    assert "cpu: 29 convolutions" in found["layers"][1] and "; not supported in BF16: video, pat" in found["layers"][1]
-
-
-def test_next_to_a_wrong_layer_one_that_cannot_run_is_told_apart(monkeypatch):
-    wrong = Probe("attention", {"grad_query": 0.5})
-    monkeypatch.setattr(checks, "probe_layers", lambda device: ([wrong], ["video, patches: RuntimeError"]))
-    status, found = doctor()
-    assert (status, found["layers"][0]) == (1, "FAILED")
-    wrong, _, missing = found["layers"][1].partition("; not supported in BF16: ")
-    assert "wrong in BF16: attention" in wrong and "video" not in wrong and missing.startswith("video, patches: ")
-
-
-def test_without_a_compiler_all_works(monkeypatch, compiled_anew, broken_here, layers_are_known):
+def test_without_a_compiler_all_works(monkeypatch, compiled_anew):
     monkeypatch.setenv("CC", "no-such-compiler")
     status, found = doctor()
-    assert (status, found["steps"][0]) == (broken_here, "-")
+    assert (status, found["steps"][0]) == (0, "-")
     assert "cpu uses the slower 'eager' backend" in found["steps"][1]
     assert "no-such-compiler" in found["steps"][1]
     assert found["training"][0] == "ok"
 
 
-def test_a_training_that_stands_still_is_found(monkeypatch, layers_are_known):
+def test_a_training_that_stands_still_is_found(monkeypatch):
     monkeypatch.setattr(AdamW, "step", lambda self, closure=None: None)
     status, found = doctor()
     assert (status, found["training"][0]) == (1, "FAILED")
@@ -163,7 +108,7 @@ def test_a_training_that_stands_still_is_found(monkeypatch, layers_are_known):
 def test_two_ranks_check_their_reduction():
     output = run_ranks("doctor_on_ranks.py", 2)
     found = _findings(output)
-    assert {name: word for name, (word, _) in found.items()} == dict.fromkeys({*CHECKS} - {"layers"}, "ok"), output
+    assert {name: word for name, (word, _) in found.items()} == dict.fromkeys(CHECKS, "ok"), output
     assert found["reduction"][1] == "2 ranks over gloo: FP32 means of BF16 gradients, the same on all"
     assert output.count("12 steps") == 1  # one rank speaks
 

@@ -20,11 +20,6 @@ from hf_lowprec.integrations.transformers.reports.precision_report import precis
 from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
-from hf_lowprec.monitor.broken_convolutions import (
-    find_broken_convolutions,
-    keep_fp32_patterns,
-    workarounds,
-)
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
@@ -39,7 +34,6 @@ from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
-from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
 NORMS_NEVER_MOVED = "norms_never_moved"
@@ -183,7 +177,7 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print the precision report, and warn about convolutions that torch computes wrongly on this device.
+        """Print the precision report.
 
         Raises:
             RuntimeError: the callback was added after the Trainer was built.
@@ -202,8 +196,6 @@ class LowPrecisionCallback(TrainerCallback):
             check_gradient_release(args, args.max_grad_norm, optimizer.clip)
         if collector := collector_of(optimizer):
             collector.start()  # the last run of this Trainer has stopped it
-        if state.is_local_process_zero:
-            self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"], state)
         if state.is_world_process_zero:
             notes = self._notes(args, state, optimizer, kwargs["model"])
@@ -233,26 +225,6 @@ class LowPrecisionCallback(TrainerCallback):
         self._monitor, self.precision, self.findings = None, None, []
         if self.log_lost_updates and steps_16_bit_weights(optimizer):
             self._monitor = RunMonitor(optimizer, model, warns=state.is_world_process_zero, across_ranks=True)
-
-    def _warn_of_broken_layers(self, device: torch.device) -> None:
-        """Warn about convolutions that this device computes wrongly in 16 bits. Errors here do not stop training."""
-        model = self._trained
-        try:
-            broken = [] if model is None else find_broken_convolutions(model)
-        except Exception as error:  # for example, from code that replaces torch's functions
-            logger.info("hf_lowprec: layers could not be probed: %r", error)
-            return
-        if model is None or not broken:
-            return
-        named = [pattern for pattern in self._patterns if isinstance(pattern, str)]
-        named += keep_fp32_patterns(model, [name for probe in broken for name in probe.names])
-        logger.warning(
-            "hf_lowprec: torch computes layers of this model wrongly in %s on %s: %s. Workarounds: %s",
-            dtype_name(self.dtype),
-            device,
-            "; ".join(f"{_first_of(probe.names)}, {probe}" for probe in broken),
-            workarounds(device, dict.fromkeys(named)),
-        )
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -378,8 +350,3 @@ def logged_numbers(precision: StepPrecision) -> dict[str, float]:
         numbers[f"{LOST_UPDATES}_error"] = error
     numbers |= {name: whole[name] for name in LOST_SHARES if is_lost(whole, name, more_than=0.0)}
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if is_lost(norms, "never_moved", more_than=0.0) else {})
-
-
-def _first_of(names: Sequence[str]) -> str:
-    """The first of several names, and the number of the others."""
-    return names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")

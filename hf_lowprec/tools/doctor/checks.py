@@ -17,14 +17,12 @@ from transformers import Trainer
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
-from hf_lowprec.monitor.broken_convolutions import workarounds
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.backends.c.compiler import CompilerError
 from hf_lowprec.optim.backends.triton.availability import TritonError
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.reduction import BucketAverager, check_replicas
 from hf_lowprec.rounding import MODES
-from hf_lowprec.tools.doctor.layers import probe_layers
 from hf_lowprec.tools.doctor.tiny_training import STEPS, train, training_arguments
 
 OK, MISSING, FAILED = "ok", "-", "FAILED"
@@ -153,28 +151,6 @@ def _bits_after_steps(device: torch.device, **options: Any) -> list[Tensor]:
     return [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
 
 
-def check_layers() -> str:
-    """Check that layers in BF16 match FP64 up to rounding, forward and backward."""
-    return "; ".join(map(_check_device_layers, _devices()))
-
-
-def _check_device_layers(device: torch.device) -> str:
-    """Probe every layer of `doctor/layers.py` on a device."""
-    probes, unsupported = probe_layers(device)
-    broken = [probe for probe in probes if probe.broken]
-    missing = f"; not supported in BF16: {'; '.join(unsupported)}" if unsupported else ""
-    if broken:
-        raise Broken(
-            f"{device}: wrong in BF16: {'; '.join(map(str, broken))}. Your model is not at fault. "
-            f"Workarounds: {workarounds(device)}{missing}"
-        )
-    if not probes:
-        raise Missing(f"{device}{missing.removeprefix(';')}")
-    worst = max(error for probe in probes for error in probe.errors.values())
-    checked = f"{len(probes)} convolutions, matmuls, norms … within {worst:.1%} of FP64, forward and backward"
-    return f"{device}: {checked}{missing}"
-
-
 def check_reduction() -> str:
     """Check that the mean of a gradient over ranks is summed in FP32 and the same on all ranks."""
     group = dist.group.WORLD
@@ -236,7 +212,6 @@ CHECKS: dict[str, Callable[[], str]] = {
     "packages": check_packages,
     "names": check_names,
     "steps": check_steps,
-    "layers": check_layers,
     "reduction": check_reduction,
     "training": check_training,
 }

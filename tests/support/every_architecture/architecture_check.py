@@ -5,7 +5,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import hf_lowprec
 from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
-from hf_lowprec.monitor.layer_probes import Probe
-from tests.support.broken_kernels.broken_layers import Batch, broken_layers
+from tests.support.broken_layers import Batch, broken_layers
 from tests.support.models.inspection import BF16, FP32, bits
 
 UNIT = 2.0**-8  # BF16 has 8 significant bits: rounding to nearest errs by at most this much of the value
@@ -30,9 +29,7 @@ class Outcome:
     kind: str  # TRAINS, FAILS, or NO_REFERENCE: it does not train in FP32 either
     note: str  # the reason, or what the batch lacks
     error: float = 0.0  # of the loss, in tolerances
-    broken: dict[str, Probe] = field(
-        default_factory=dict
-    )  # layers that are wrong on this machine and were kept in FP32
+    broken: tuple[str, ...] = ()  # layers that are wrong on this machine and were kept in FP32
 
 
 def check(model_class: type, model_type: str, attention: str | None = None) -> Outcome:
@@ -53,7 +50,7 @@ def check(model_class: type, model_type: str, attention: str | None = None) -> O
     outcome = compare(model, fresh, batch, note, loss, tolerance)
     if outcome.kind == FAILS and (broken := broken_layers(model, batch)):
         again = _built(model_class, model_type, attention)
-        outcome = compare(model, again, batch, note, loss, tolerance, keep_fp32=tuple(broken))
+        outcome = compare(model, again, batch, note, loss, tolerance, keep_fp32=broken)
         outcome = replace(outcome, broken=broken)
     return outcome
 
