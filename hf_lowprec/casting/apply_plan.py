@@ -21,7 +21,6 @@ from hf_lowprec.casting.hooks.module_hooks import (
 )
 from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses, remove_fp32_torch_losses
 from hf_lowprec.casting.module_tree import ModuleTree
-from hf_lowprec.casting.notices.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove_loss_warning
 from hf_lowprec.casting.notices.lost_digits import LoadedTensor, rounded_number_warnings, rounded_weight_warnings
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
@@ -35,7 +34,6 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "downcast inputs": install_input_downcast,
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
     "torch losses in FP32": lambda module, dtype: install_fp32_torch_losses(module),
-    "explain dtype errors": lambda module, dtype: install_advice(module),
     "warn of 16-bit losses": lambda module, dtype: install_loss_warning(module),
 }
 """The function that installs each kind of hook; it returns whether the hook is new."""
@@ -187,7 +185,6 @@ def remove_cast(model: nn.Module) -> None:
     for module in model.modules():
         remove_conversion_hooks(module)
         remove_input_downcast(module)
-        remove_advice(module)
         remove_loss_warning(module)
         remove_fp32_loss(module)
         remove_fp32_torch_losses(module)

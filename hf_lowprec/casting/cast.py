@@ -45,8 +45,6 @@ def cast_model(
       and before any `torch.compile` if a model outside transformers takes integer timesteps.
     - The `loss_function` of transformers models computes in FP32, and so do the distributions that they predict, and
       torch's loss functions while your own `forward` runs, if it names one of them.
-    - If torch raises an error about mixed dtypes in a call of the model, the message also names the module and the
-      entry of `keep_fp32` that avoids the error.
 
     Hooks run only when a module itself is called, not one of its other methods. If a module multiplies FP32 numbers by
     its own 16-bit parameters (`points @ self.weight`), pass those numbers in 16 bits.

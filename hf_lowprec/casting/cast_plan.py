@@ -27,13 +27,13 @@ from hf_lowprec.casting.hooks.hook_placement import (
     HookKind,
     HookPlan,
     OutputHeads,
-    advice_hooks,
     downcast_input_hooks,
     fp32_prediction_hooks,
     fp32_result_hooks,
     kept_module_hooks,
     kept_modules_with_hooks,
     loss_function_hooks,
+    loss_warning_hooks,
     models_calling_loss_function,
     output_heads,
     torch_loss_hooks,
@@ -170,7 +170,7 @@ def plan_hooks(
         *fp32_prediction_hooks(tree, dtype),
         *torch_loss_hooks(tree),
         *input_hooks,
-        *advice_hooks(tree, [hook.module for hook in input_hooks]),
+        *loss_warning_hooks(tree, [hook.module for hook in input_hooks]),
     )
 
 

@@ -49,7 +49,6 @@ def test_every_hook_is_planned() -> None:
         HookPlan("lm_head", "upcast inputs", "keep_fp32 'lm_head'"),
         HookPlan("proj", "downcast inputs", "written before an output head, whose output is FP32"),
         HookPlan("", "downcast inputs", "the model, called with the data"),
-        HookPlan("", "explain dtype errors", "the model"),
         HookPlan("", "warn of 16-bit losses", "the model"),
     )
     assert plan.kept == {"norm": "norm (LayerNorm)", "lm_head": "keep_fp32 'lm_head'"}
@@ -84,7 +83,6 @@ def test_a_plan_changes_nothing_and_a_cast_does_what_it_says(build: Any) -> None
         expected[1] += hook.kind in (
             "downcast outputs",
             "upcast outputs",
-            "explain dtype errors",
             "warn of 16-bit losses",
         )
     before, after = (list(map(sum, zip(*counts, strict=True))) for counts in (hooks, hook_counts(model)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.fsdp import fully_shard
 from transformers import HfArgumentParser, TrainingArguments
 
 import hf_lowprec
@@ -44,12 +45,13 @@ def pattern(message: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
 
 
-def of_libraries() -> dict[str, str]:
+@pytest.fixture
+def of_libraries(two_fake_ranks) -> dict[str, str]:
     """Messages of torch and transformers that the page quotes, as they are in the versions installed."""
     raised = {}
 
     def provoke(quoted: str, call: Callable[[], object]) -> None:
-        with pytest.raises((ArgumentError, RuntimeError, TypeError, ValueError)) as caught:
+        with pytest.raises((ArgumentError, AssertionError, RuntimeError, TypeError, ValueError)) as caught:
             call()
         raised[quoted] = str(caught.value)
 
@@ -69,16 +71,17 @@ def of_libraries() -> dict[str, str]:
         "Missing key in checkpoint state_dict: …",
         lambda: create_default_local_load_plan(states, Metadata(state_dict_metadata={})),
     )
+    mixed = torch.nn.Sequential(torch.nn.Linear(2, 2, dtype=torch.bfloat16), torch.nn.LayerNorm(2))
+    provoke("FSDP expects uniform original parameter dtype", lambda: fully_shard(mixed)(torch.zeros(2, 2)))
     return raised
 
 
-def test_every_message_exists():
+def test_every_message_exists(of_libraries):
     ours = [text for path in (ROOT / "hf_lowprec").rglob("*.py") for text in texts(ast.parse(path.read_text("utf-8")))]
-    theirs = of_libraries()
     messages = quoted()
     assert len(messages) > 40
     for message in messages:
-        among = [theirs[message]] if message in theirs else ours
+        among = [of_libraries[message]] if message in of_libraries else ours
         assert any(map(pattern(message).search, among)), f"no message of the package reads {message!r}"
 
 
@@ -88,6 +91,6 @@ def test_a_message_that_has_gone_is_found():
     assert not pattern("the new … is no more").search(texts(tree)[0])
 
 
-def test_every_message_of_a_library_is_on_the_page():
+def test_every_message_of_a_library_is_on_the_page(of_libraries):
     page = PAGE.read_text(encoding="utf-8")
-    assert all(message in page for message in of_libraries())
+    assert all(message in page for message in of_libraries)

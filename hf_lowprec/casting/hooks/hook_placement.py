@@ -30,7 +30,6 @@ HookKind = Literal[
     "downcast inputs",
     "loss function in FP32",
     "torch losses in FP32",
-    "explain dtype errors",
     "warn of 16-bit losses",
 ]
 
@@ -180,14 +179,8 @@ def _reason_for_fp32_inputs(tree: ModuleTree, name: str) -> str:
     return CLASSES_CALLED_WITH_FP32.get(type(module).__name__) or CLASSES_CALLED_WITH_FP32.get(by_child, "")
 
 
-def advice_hooks(tree: ModuleTree, downcasting: Iterable[str]) -> Iterator[HookPlan]:
-    """The model explains errors about mixed dtypes, and warns of 16-bit losses, if it computes in 16 bits.
-
-    Args:
-        tree: the model.
-        downcasting: the modules that downcast their inputs.
-    """
+def loss_warning_hooks(tree: ModuleTree, downcasting: Iterable[str]) -> Iterator[HookPlan]:
+    """The model warns of a 16-bit loss, if it is one of `downcasting`, the modules that downcast their inputs."""
     root = next((name for name in downcasting if tree.modules[name] is tree.root), None)
     if root is not None:
-        yield HookPlan(root, "explain dtype errors", "the model")
         yield HookPlan(root, "warn of 16-bit losses", "the model")

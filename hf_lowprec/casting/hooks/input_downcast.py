@@ -164,11 +164,6 @@ def forget_numbers(module: nn.Module) -> None:
         vars(module).pop(memory, None)
 
 
-def numbers_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of the FP32 numbers that `module` has been called with so far."""
-    return tuple(vars(module).get(_NUMBERS, ()))
-
-
 @torch.compiler.disable(
     reason="hf_lowprec installs hooks at the first call with FP32 numbers: "
     "call the model once before compiling it with fullgraph=True"

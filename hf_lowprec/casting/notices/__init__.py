@@ -1,1 +1,1 @@
-"""Warnings and advice about what a cast rounds."""
+"""Warnings about what a cast rounds."""
