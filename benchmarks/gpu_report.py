@@ -34,7 +34,6 @@ TESTS = [
     "tests/optim/test_square_sum.py",
     "tests/optim/test_tensor_sum.py",
     "tests/optim/test_ragged_chunks.py",
-    "tests/gpu/test_capture_on_gpu.py",
     "tests/gpu/test_step_on_gpu.py",
     "tests/gpu/test_offload_on_gpu.py",
     "tests/gpu/test_mean_on_gpu.py",

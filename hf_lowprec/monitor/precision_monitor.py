@@ -26,7 +26,6 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_release_of
-from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
@@ -218,7 +217,7 @@ class PrecisionMonitor:
             return
         if self._running is not None:
             self._blocks.add_all(self._running)
-        elif self.steps == 0 and not has_closure and not is_capturing():
+        elif self.steps == 0 and not has_closure:
             self._blocks.record_beginning()
 
     def _run_before_part(self, plan: StepPlan) -> None:
@@ -246,7 +245,7 @@ class PrecisionMonitor:
         if self._finished is not None:  # what adds up over measurements needs each of them
             self._evaluate(self._finished)
         self._finished, self._last = None, None
-        if has_closure or is_capturing():
+        if has_closure:
             return
         if not self._watched.is_current():
             self._watch_parameters()

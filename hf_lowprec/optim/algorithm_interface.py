@@ -25,7 +25,6 @@ class Algorithm(torch.optim.Optimizer):
     initial_compensation: str
     dithered: set[Tensor]
     backend: str
-    capturable: bool
     max_grad_norm: float | None
     skip_nonfinite: bool
     gradient_release: bool = False

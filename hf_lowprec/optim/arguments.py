@@ -38,7 +38,6 @@ class Shared(TypedDict, total=False):
     first_parameter: int | None
     initial_compensation: InitialCompensation
     backend: Backend
-    capturable: bool
     max_grad_norm: float | None
     skip_nonfinite: bool
     gradient_release: bool
@@ -132,6 +131,7 @@ LARGEST = torch.finfo(torch.float32).max
 FOREIGN_ARGUMENTS = {
     "foreach": "a step handles all parameters together in any case; remove it",
     "fused": "every backend is fused, so there is nothing to choose; remove it",
+    "capturable": "steps are not captured in CUDA graphs; remove it",
     "differentiable": "rounding has no useful gradient, so steps are not differentiable; remove it or use torch's",
     "kahan_sum": "the rounding mode is an argument of its own; use rounding='kahan'",
     "bf16_stochastic_round": "the rounding mode is an argument of its own; use rounding='stochastic'",
@@ -139,7 +139,7 @@ FOREIGN_ARGUMENTS = {
 }
 """Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
 EXECUTION_ARGUMENTS = {
-    *("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
+    *("initial_compensation", "backend", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
     "offload_states",
     "offload_gradients",
 }
@@ -220,20 +220,15 @@ def check_max_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} would take no step at all; it must be greater than 0")
 
 
-def check_execution_arguments(
-    initial_compensation: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
-) -> None:
+def check_execution_arguments(initial_compensation: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
     """Raise ValueError if one of these `EXECUTION_ARGUMENTS` is invalid."""
     check_one_of("initial_compensation", initial_compensation, get_args(InitialCompensation))
-    check_boolean("capturable", capturable)
     check_boolean("skip_nonfinite", skip_nonfinite)
     if max_grad_norm is not None:
         check_max_norm("max_grad_norm", max_grad_norm)
 
 
-def check_gradient_release(
-    gradient_release: Any, clip: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
-) -> None:
+def check_gradient_release(gradient_release: Any, clip: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
     """Raise ValueError if `gradient_release` or `clip` is invalid, or excluded by one of the other arguments."""
     check_boolean("gradient_release", gradient_release)
     check_one_of("clip", clip, get_args(Clip))
@@ -255,13 +250,9 @@ def check_gradient_release(
         )
     if skip_nonfinite:
         raise ValueError(f"skip_nonfinite=True needs all gradients to decide, but {freed}; use one of the two")
-    if capturable:
-        raise ValueError(f"capturable=True: a CUDA graph cannot hold a step whose parts run in hooks, and {freed}")
 
 
-def check_offload(
-    offload_states: Any, offload_gradients: Any, backend: Any, capturable: Any, gradient_release: Any
-) -> None:
+def check_offload(offload_states: Any, offload_gradients: Any, backend: Any, gradient_release: Any) -> None:
     """Raise ValueError if one of the first two is invalid, or excluded by one of the other arguments."""
     check_boolean("offload_states", offload_states)
     check_boolean("offload_gradients", offload_gradients)
@@ -275,8 +266,6 @@ def check_offload(
         )
     if offload_states and backend == "triton":
         raise ValueError("backend='triton' steps on a GPU, but offload_states=True steps on the CPU; use 'auto'")
-    if offload_states and capturable:
-        raise ValueError("capturable=True: a CUDA graph cannot hold a step on the CPU, as with offload_states=True")
 
 
 def check_unexpected_keywords(cls: type, unexpected: Iterable[str]) -> None:

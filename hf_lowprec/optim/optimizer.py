@@ -21,7 +21,6 @@ from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.collector import GradientCollector, check_no_other_takes_gradients
 from hf_lowprec.optim.gradient_release.release import GradientRelease
-from hf_lowprec.optim.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
@@ -79,8 +78,6 @@ class LowPrecisionOptimizer(Algorithm):
             number, uniform over the values that round to the weight; `fp32_state_dict` subtracts it. `"zero"` is the
             papers' textbook algorithm, with which weights lag behind their updates at first.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
-        capturable: keep step counts on the device, so that a step can be captured in a CUDA graph. If the learning rate
-            changes between replays, it must be a tensor on the device.
         max_grad_norm: clip by the global FP32 norm of all gradients inside the step, without modifying `p.grad`. None
             does not clip.
         skip_nonfinite: skip steps whose gradient norm is not finite, leaving weights and states unchanged;
@@ -98,8 +95,8 @@ class LowPrecisionOptimizer(Algorithm):
             `step()`, which frees them, so that `max_grad_norm` clips by the norm of the step's own gradients.
 
     Raises:
-        TypeError: a keyword is unknown. For torch's `foreach`, `fused` and `differentiable`, and a few of other
-            libraries, the message says why it is not needed and what to use instead.
+        TypeError: a keyword is unknown. For torch's `foreach`, `fused`, `capturable` and `differentiable`, and a few
+            of other libraries, the message says why it is not needed and what to use instead.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
     """
@@ -134,7 +131,6 @@ class LowPrecisionOptimizer(Algorithm):
         first_parameter: int | None = None,
         initial_compensation: InitialCompensation = "low_bits",
         backend: Backend = "auto",
-        capturable: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         gradient_release: bool = False,
@@ -146,20 +142,19 @@ class LowPrecisionOptimizer(Algorithm):
         arguments.check_unexpected_keywords(type(self), unexpected)
         value_of = functools.partial(arguments.value_of, type(self))
         first_parameter = value_of("first_parameter", first_parameter)
-        capturable, skip_nonfinite = value_of("capturable", capturable), value_of("skip_nonfinite", skip_nonfinite)
+        skip_nonfinite = value_of("skip_nonfinite", skip_nonfinite)
         gradient_release = value_of("gradient_release", gradient_release)
         max_grad_norm = value_of("max_grad_norm", max_grad_norm)
         offload_states = value_of("offload_states", offload_states)
         offload_gradients = value_of("offload_gradients", offload_gradients)
         selection.check_backend(backend)
-        arguments.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
-        arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
-        arguments.check_offload(offload_states, offload_gradients, backend, capturable, gradient_release)
+        arguments.check_execution_arguments(initial_compensation, max_grad_norm, skip_nonfinite)
+        arguments.check_gradient_release(gradient_release, clip, max_grad_norm, skip_nonfinite)
+        arguments.check_offload(offload_states, offload_gradients, backend, gradient_release)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation holds the dither that it started with; `fp32_state_dict` subtracts it."""
         self.backend = backend
-        self.capturable = capturable
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = skip_nonfinite
         self.skipped_before = 0
@@ -206,7 +201,6 @@ class LowPrecisionOptimizer(Algorithm):
         """Drop what was made for the tensors that the optimizer has had so far."""
         self._plan: StepPlan | None = None
         self.host_steps = HostSteps()
-        self._captured_steps: set[BackendStep] = set()  # replays read their tables: kept as long as the states
         self._clipping = GradientClipping()
 
     @_never_compiled
@@ -250,8 +244,8 @@ class LowPrecisionOptimizer(Algorithm):
             with interrupts.deferred():
                 self.run_step(plan)
                 self.finish_host_steps()
-                self._keep_norm(norm)
-                self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
+                self.grad_norm = norm
+                self._clipping.step_taken(norm, self.skip_nonfinite)
         if self.offloaded_gradients is not None:
             self.offloaded_gradients.end_step()
         return loss
@@ -271,7 +265,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         self._stepped_parts = True
         self.grad_norm = self._clipping.given = norm
-        self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
+        self._clipping.step_taken(norm, self.skip_nonfinite)
 
     @_never_compiled
     @without_grad
@@ -298,13 +292,6 @@ class LowPrecisionOptimizer(Algorithm):
                 for param in params:
                     param.grad = None
         return plan
-
-    def _keep_norm(self, norm: Tensor | None) -> None:
-        """Set `grad_norm`. With `capturable` it stays the same tensor, to which every replay of a graph writes."""
-        if self.capturable and norm is not None:
-            kept = self.grad_norm
-            norm = norm.clone() if kept is None or kept.device != norm.device else kept.copy_(norm)
-        self.grad_norm = norm
 
     def prepare_step(self, plan: StepPlan) -> Tensor | None:
         """Compute what the formula needs in addition to tensors: scalars, clip factor, means. Changes nothing.
@@ -373,7 +360,6 @@ class LowPrecisionOptimizer(Algorithm):
                 "gradients, and no norm before it; optimizer.grad_norm is that of the last step with clip='delayed'"
             )
         if self._plan is None:
-            check_not_capturing()
             self.run_first_step_checks()
         self._plan = self._updated_plan(self._plan, clipped, norm_only=norm_only)
         return self._plan
@@ -391,9 +377,7 @@ class LowPrecisionOptimizer(Algorithm):
     def check_gradient_release(self) -> None:
         """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
         self._check_groups()
-        arguments.check_gradient_release(
-            self.release is not None, self.clip, self.capturable, self.max_grad_norm, self.skip_nonfinite
-        )
+        arguments.check_gradient_release(self.release is not None, self.clip, self.max_grad_norm, self.skip_nonfinite)
 
     def stop_gradient_release(self) -> None:
         """Step all parameters in `step()` from now on, and let their gradients exist until then where they are.
@@ -418,9 +402,9 @@ class LowPrecisionOptimizer(Algorithm):
         self, plan: StepPlan | None, clipped: bool, param_ids: Set[int] | None = None, norm_only: bool = False
     ) -> StepPlan:
         """Return `plan` with the gradients of the coming step, or a new plan if anything changed."""
+        validation.check_not_capturing()
         try:
             if plan is None or not plan.collect_gradients(self, clipped, param_ids, norm_only):
-                check_not_capturing()
                 self._check_groups()  # before a norm, nothing else has checked them
                 check_no_other_takes_gradients(self)
                 earlier, plan = plan, StepPlan(self, clipped, param_ids)
@@ -429,9 +413,6 @@ class LowPrecisionOptimizer(Algorithm):
                 plan.collect_gradients(self, clipped, param_ids, norm_only)
             if len(plan.backend_steps) < len(plan.fused_groups):
                 plan.backend_steps = list(map(self._build_backend_step, plan.fused_groups))
-            check_capture(plan.backend_steps, self.capturable)
-            if is_capturing():
-                self._captured_steps.update(plan.backend_steps)
         except BaseException:
             if plan is not None:
                 plan.release()

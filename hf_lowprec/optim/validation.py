@@ -247,6 +247,15 @@ def check_gradient(grad: Tensor) -> None:
         raise RuntimeError(f"a gradient has dtype {grad.dtype}; supported are bfloat16, float16 and float32")
 
 
+def check_not_capturing() -> None:
+    """Raise RuntimeError while a CUDA graph is captured: replays would repeat one step's scalars, and run no hooks."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot capture a step, nor a backward pass with gradient_release or offload_gradients; end "
+            "the capture before it"
+        )
+
+
 def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None:
     """Raise ValueError if `param` was cast to FP32 after steps with a compensation or remainder.
 

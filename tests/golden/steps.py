@@ -97,8 +97,6 @@ def cases(algorithm: str, mode: str) -> Iterator[tuple[str, Case]]:
     if mode != "kahan":
         return
     yield "maximize", Case({"maximize": True})
-    if algorithm != "Prodigy":  # which waits for its sums
-        yield "capturable", Case({"capturable": True})
     for options in OPTIONS[algorithm][1:]:
         yield ", ".join(f"{key}={value}" for key, value in options.items()), Case(options)
 

@@ -38,7 +38,6 @@ TEXTS = [
     ("max_grad_norm", 0.5, ["0.5"]),
     ("max_grad_norm", None, ["null"]),
     ("skip_nonfinite", True, ["true"]),
-    ("capturable", True, ["True"]),
     ("gradient_release", True, ["True"]),
     ("gradient_release", False, ["False"]),
 ]
@@ -137,7 +136,7 @@ def test_a_flag_of_a_group_is_text():
         ("state_dtype", "exp_avg:float8", r"state_dtype='float8' .*use bfloat16, float32 or int8"),
         ("state_dtype", "exp_avg:int8|float32", r"state_dtype names the state 'float32' .*has exp_avg, exp_avg_sq"),
         ("max_grad_norm", "high", r"max_grad_norm='high' is invalid; it must be a number >= 0"),
-        ("capturable", "maybe", r"capturable='maybe' is not True or False"),
+        ("skip_nonfinite", "maybe", r"skip_nonfinite='maybe' is not True or False"),
         ("gradient_release", "maybe", r"gradient_release='maybe' is not True or False"),
     ],
 )

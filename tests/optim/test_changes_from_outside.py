@@ -359,7 +359,7 @@ def test_a_step_that_fails_keeps_no_gradient_alive(any_backend, change):
     assert gone() is None
 
 
-@pytest.mark.parametrize("options", [{}, {"capturable": True, "max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
 def test_the_default_device_and_dtype_do_not_matter(any_backend, options):
     trained = []
     for default in (False, True):
@@ -379,7 +379,7 @@ def test_the_default_device_and_dtype_do_not_matter(any_backend, options):
     assert all(map(torch.equal, *trained))
 
 
-@pytest.mark.parametrize("options", [{}, {"capturable": True, "max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
 def test_an_optimizer_that_is_dropped_lets_go_of_everything(any_backend, options):
     param, optimizer = stepped(backend=any_backend, **options)
     gone = [weakref.ref(param), weakref.ref(optimizer.state[param]["exp_avg"])]

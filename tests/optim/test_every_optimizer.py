@@ -423,7 +423,7 @@ def test_copies_have_every_public_attribute(name, copied):
         return {key: value for key, value in vars(one).items() if not key.startswith("_") and key != "state"}
 
     assert public(twin).keys() == public(optimizer).keys()
-    for key in ("backend", "capturable", "max_grad_norm", "skip_nonfinite", "grad_norm"):
+    for key in ("backend", "max_grad_norm", "skip_nonfinite", "grad_norm"):
         assert_equal(getattr(twin, key), getattr(optimizer, key))
     train(twin, all_params(twin), range(2, 4))
     assert_equal(everything(optimizer), before)

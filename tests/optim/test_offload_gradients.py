@@ -346,7 +346,6 @@ def test_a_newer_optimizer_takes_over_all_gradients(monkeypatch, moves, between)
     [
         ({"offload_gradients": True}, "add offload_states=True"),
         (OFFLOADED | {"gradient_release": True}, "use one of the two"),
-        (OFFLOADED | {"capturable": True}, "capturable=True"),
         (OFFLOADED | {"offload_gradients": "maybe"}, "offload_gradients='maybe'"),
     ],
 )

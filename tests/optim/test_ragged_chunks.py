@@ -1,14 +1,10 @@
 """Ragged chunks of the `triton` backend: ends of tensors, and tensors on other than 16-byte boundaries."""
 
-import gc
-import weakref
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, Muon, graph_capture
+from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.optim.backends.triton import tables as triton_tables
 from hf_lowprec.optim.backends.triton.chunks import BOUNDARY, alignment, divide
@@ -313,52 +309,3 @@ def test_tables_that_are_released_within_a_step_are_made_anew(launches):
         step.run(range(1))
         step.release_tables()
     assert [launch.ragged for launch in launches] == [False, True]
-
-
-# CUDA graphs. Without a GPU, the capture is pretended.
-
-
-def test_a_capture_with_gradients_of_another_alignment_is_refused(monkeypatch):
-    step = step_of([CHUNK, 5])
-    group = step.fused_group
-    group.compute_scalars(AdamW([nn.Parameter(torch.zeros(1))]).scalars)
-
-    def addresses(offset):
-        grads = [placed(torch.ones(CHUNK, dtype=BF16), offset), placed(torch.ones(5, dtype=BF16), 0)]
-        group.set_gradients(grads, [grad.data_ptr() for grad in grads])
-
-    addresses(0)
-    assert not step.is_loaded  # nothing has been stepped
-    step.run(range(2))
-    assert step.is_loaded
-    addresses(1)
-    assert not step.is_loaded
-    monkeypatch.setattr(graph_capture, "is_capturing", lambda: True)
-    group.device = torch.device("cuda")
-    with pytest.raises(RuntimeError, match="alignment in memory"):
-        graph_capture.check_capture([step], True)
-
-
-def test_a_graph_keeps_its_chunks():
-    """They are read at every replay, and used again by steps with their alignment."""
-    step = step_of([CHUNK, 5])
-    group = step.fused_group
-    group.compute_scalars(AdamW([nn.Parameter(torch.zeros(1))]).scalars)
-
-    def run(offset, capturing=False):
-        grads = [placed(torch.ones(CHUNK, dtype=BF16), offset), placed(torch.ones(5, dtype=BF16), 0)]
-        group.set_gradients(grads, [grad.data_ptr() for grad in grads])
-        with mock.patch.object(triton_tables, "is_capturing", lambda: capturing):
-            step.run(range(2))
-            chunks = step._step_inputs().chunks
-        step.release_tables()
-        return weakref.ref(chunks.ragged)
-
-    run(0)
-    kept = run(0, capturing=True)
-    first, second = run(1), run(2)
-    gc.collect()
-    assert kept() is not None
-    assert first() is None
-    assert second() is not None
-    assert run(0)() is kept()

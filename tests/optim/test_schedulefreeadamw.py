@@ -141,12 +141,12 @@ def test_a_state_dict_says_whether_weights_are_averages(evaluated):
     assert torch.equal(param, other)
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-def test_shares_of_the_average_from_counts_on_the_device_are_the_same(capturable):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_shares_of_the_average_from_counts_on_the_device_are_the_same(on_device):
     """The average of 300 steps with the paper's weights, also after a warm-up of 100 steps."""
     for warmup in (0, 100):
         param = torch.nn.Parameter(torch.zeros(4))
-        optimizer = ScheduleFreeAdamW([param], lr=1.0, eps=0.0, warmup_steps=warmup, capturable=capturable)
+        optimizer = ScheduleFreeAdamW([param], lr=1.0, eps=0.0, warmup_steps=warmup, skip_nonfinite=on_device)
         paper = Paper(param, 1.0, (0.9, 0.999), 0.0, 0.0, warmup)
         train(optimizer, paper, [torch.ones(4)] * 300)
         optimizer.eval()

@@ -100,6 +100,7 @@ def test_a_learning_rate_that_outgrows_fp32_stops_the_step_before_it_changes_any
     [
         ("foreach", "a step handles all parameters together in any case; remove it"),
         ("fused", "every backend is fused, so there is nothing to choose; remove it"),
+        ("capturable", "steps are not captured in CUDA graphs; remove it"),
         ("differentiable", "rounding has no useful gradient, so steps are not differentiable; remove it"),
         ("kahan_sum", "the rounding mode is an argument of its own; use rounding='kahan'"),
         ("bf16_stochastic_round", "the rounding mode is an argument of its own; use rounding='stochastic'"),
@@ -113,6 +114,27 @@ def test_arguments_of_other_libraries_are_answered(cls, name, why, value):
         cls(params, **{name: value})
     with pytest.raises(ValueError, match=f"'{name}' in param group 0 is not an option of {cls.__name__}: {why}"):
         cls([{"params": params, name: value}])
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_release": True}], ids=str)
+def test_a_step_that_a_cuda_graph_would_capture_raises(monkeypatch, options):
+    param = nn.Parameter(torch.ones(3).bfloat16())
+    optimizer = AdamW([param], **options)
+
+    def train():
+        param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with monkeypatch.context() as during_capture:
+        during_capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        during_capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="a CUDA graph cannot capture a step"):
+            train()
+    assert torch.equal(param, torch.ones_like(param)) and not optimizer.state
+    optimizer.zero_grad()
+    train()
+    assert optimizer.state[param]["step"] == 1
 
 
 def test_sr_is_the_short_name_of_stochastic_rounding():
@@ -150,7 +172,7 @@ def test_an_unknown_keyword_is_named_with_the_class():
         Lion(bf16(), nonsense=1)
 
 
-@pytest.mark.parametrize("name", ["backend", "capturable", "initial_compensation", "max_grad_norm", "skip_nonfinite"])
+@pytest.mark.parametrize("name", ["backend", "initial_compensation", "max_grad_norm", "skip_nonfinite"])
 def test_arguments_of_the_whole_optimizer_raise_in_a_group(name):
     with pytest.raises(ValueError, match=rf"'{name}' in param group 0 cannot be set per group; pass it to AdamW\("):
         AdamW([{"params": bf16(), name: None}])
@@ -219,7 +241,7 @@ def test_a_library_that_cannot_be_loaded_is_explained(monkeypatch, tmp_path):
     native._load.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["capturable", "skip_nonfinite", "amsgrad"])
+@pytest.mark.parametrize("name", ["skip_nonfinite", "amsgrad"])
 def test_booleans_of_python_and_numpy_are_accepted_and_others_raise(name):
     for value in (torch.tensor([True, False]), torch.tensor(True), 1, np.array([True, False])):
         with pytest.raises(ValueError, match=f"{name}=.*is not True or False"):

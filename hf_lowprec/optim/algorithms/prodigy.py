@@ -51,7 +51,7 @@ class Prodigy(LowPrecisionOptimizer):
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer". A step needs all
-    gradients, and waits for two sums from the device: `capturable` and `gradient_release` raise ValueError.
+    gradients, and waits for two sums from the device: `gradient_release` raises ValueError.
     """
 
     def __init__(
@@ -75,11 +75,8 @@ class Prodigy(LowPrecisionOptimizer):
         super().__init__(params, defaults, **shared)
         for group in self.param_groups:
             group.update(d=group["d0"], d_numerator=0.0)
-        if self.capturable or self.gradient_release:
-            raise ValueError(
-                "Prodigy computes sums over all gradients and waits for them, which excludes "
-                "capturable=True and gradient_release=True"
-            )
+        if self.gradient_release:
+            raise ValueError("Prodigy computes sums over all gradients, which excludes gradient_release=True")
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""

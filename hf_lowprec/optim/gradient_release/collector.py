@@ -29,9 +29,9 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_release.buckets import GradientBucket, bucket_key
 from hf_lowprec.optim.gradient_release.hooks import GradientHooks, owner_of
-from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.private_torch_apis import at_end_of_backward_pass, backward_pass
 from hf_lowprec.optim.sharding import local_shard
+from hf_lowprec.optim.validation import check_not_capturing
 
 
 class CollectingOptimizer(Protocol):
@@ -104,11 +104,7 @@ class GradientCollector(ABC):
         """
         if param.grad is None:  # another hook has taken it
             return
-        if is_capturing():
-            raise RuntimeError(
-                f"{self.argument} takes gradients during the backward pass, which cannot be captured in a CUDA graph; "
-                "build the optimizer without it"
-            )
+        check_not_capturing()
         with self._lock:
             self._check_once()
             running = self._running

@@ -6,7 +6,7 @@ has the bits of the ordinary step, because random bits depend on a parameter's n
 alone.
 
 What needs all gradients at once is excluded: clipping by their norm (see `DelayedClipping`), `skip_nonfinite`, loss
-scaling, CUDA graphs. So are micro-batches: their gradients would have to be accumulated first. They cannot be
+scaling. So are micro-batches: their gradients would have to be accumulated first. They cannot be
 accumulated in the moments instead: Σgᵢ² is not (Σgᵢ)², so every second moment would be that of smaller batches.
 """
 

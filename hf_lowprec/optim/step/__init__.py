@@ -3,7 +3,6 @@
 1. `step_plan.py`: reuse the `StepPlan` of the last step if nothing has changed (`fingerprint.py`), else build one (a
    `ParamEntry` per parameter, a `FusedGroup` per `KernelSpec` of `kernel_spec.py` and device); collect the gradients.
 2. `backends/selection.py`: build a `BackendStep` (`backend_step.py`) per fused group of a new plan.
-   `graph_capture.py`: if a CUDA graph is being captured, check that it can hold the step.
 3. `scalars.py`: learning rates, bias corrections and step counts of all entries, on the host or on the device.
 4. `clipping.py`: the gradients' norm, if it is needed; the clip factor; whether the step is skipped.
 5. `whole_tensor_quantities.py`: the means over whole tensors that an algorithm needs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,10 +18,7 @@ class BackendStep(ABC):
 
     Attributes:
         fused_group: what is stepped.
-        capturable: whether a step on a GPU waits for nothing there, so that it can be captured in a CUDA graph.
     """
-
-    capturable: ClassVar[bool] = False
 
     def __init__(self, fused_group: FusedGroup) -> None:
         self.fused_group = fused_group
@@ -51,11 +47,6 @@ class BackendStep(ABC):
 
         Not called for groups that orthogonalize, whose addresses are not known yet.
         """
-
-    @property
-    def is_loaded(self) -> bool:
-        """True if `run` has nothing left to load, which a CUDA graph could not capture."""
-        return True
 
     def release_tables(self) -> None:  # noqa: B027
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""

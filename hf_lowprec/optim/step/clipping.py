@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.graph_capture import is_capturing
 from hf_lowprec.optim.private_torch_apis import local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import local_shard, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -192,8 +191,6 @@ class GradientClipping:
         limit, known = self.limit(max_grad_norm), self.pending
         if limit is None and not skip_nonfinite:
             return None
-        if known is not None and known.captured != is_capturing():
-            known = None  # replays of a CUDA graph do not find what was computed outside, and the other way round
         if self.given is not None:
             norm, known = self.given, None
         else:
@@ -209,16 +206,14 @@ class GradientClipping:
                 step.fused_group.enabled = norm.isfinite().to(step.fused_group.device)
         return norm
 
-    def step_taken(self, norm: Tensor | None, capturable: bool, skip_nonfinite: bool) -> None:
+    def step_taken(self, norm: Tensor | None, skip_nonfinite: bool) -> None:
         """Note that the step was taken, or skipped; `norm` is what `clip_step` returned."""
         if self.pending is not None:
             self.pending.taken = True
-        if capturable:  # a graph that is replayed writes to gradients without changing their versions
-            self.pending = None
         if norm is not None and skip_nonfinite:
             if self.skipped_steps is None:
                 self.skipped_steps = torch.zeros((), dtype=torch.int64, device=norm.device)
-            self.skipped_steps += ~norm.isfinite()  # in place, for a graph that is replayed
+            self.skipped_steps += ~norm.isfinite()
 
 
 class PendingClip:
@@ -233,7 +228,6 @@ class PendingClip:
         norm: FP32 scalar, before clipping.
         norm_before: the norm before the latest call and after those before it, FP32 scalar.
         factor: the factor of all calls together, FP32 scalar; None if none clips.
-        captured: whether all this was computed for a CUDA graph.
         taken: whether a step was taken with it. Another step with the same gradients clips as well; gradients that were
             written to after a step are new ones.
         unverified: whether versions cannot tell if the gradients changed, so that the step must compute the norm anew.
@@ -249,7 +243,6 @@ class PendingClip:
         """Clip `grads`, whose norm is `norm`, to `max_norm` (None: do not), after what `earlier` does to them."""
         self._grads = list(map(weakref.ref, grads))
         self._versions = _versions(grads)
-        self.captured = is_capturing()
         self.taken = False
         self.unverified = False
         self.limit = _smallest(max_norm, earlier)
@@ -289,8 +282,7 @@ class PendingClip:
         if all(id(grad) in version_of and grad._is_view() for grad in changed):
             self.unverified = True  # DDP's buckets hold several gradients, which share their version
             return True
-        # During a capture the device cannot be asked whether a gradient is zero.
-        nonzero = changed if is_capturing() else [grad for grad in changed if local_shard(grad).any()]
+        nonzero = [grad for grad in changed if local_shard(grad).any()]
         if len(changed) == len(grads) and not any(id(grad) in version_of for grad in nonzero):
             return False  # all were zeroed, and new ones may have been added
         if nonzero:

@@ -178,7 +178,6 @@ def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
     return [
         (
             optimizer.backend,
-            optimizer.capturable,
             clipped,
             optimizer.skip_nonfinite,
             len(group["params"]),

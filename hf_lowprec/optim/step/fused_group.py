@@ -70,8 +70,7 @@ class FusedGroup:
         weights: the entries' `weight`, which a step writes to.
         segments: the static tables of the entries' elements.
         step_scalars: the entries' step counts, and the coming step's scalars.
-        scalars_on_device: whether these are on `device`, so that a step can be captured in a graph, and skipped without
-            asking.
+        scalars_on_device: whether these are on `device`, so that a step can be skipped without asking.
         clip_factor: the step's clip factor, an FP32 scalar on `device`, if the spec is clipped. Only during a step.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes. Only during a step.
         per_param_scalars: tensor means or LR scales of the entries, FP32 of shape (entries, scalars) on `device`, if

@@ -1,7 +1,7 @@
 """Step counts and the scalars of the coming step, for all entries of a fused group.
 
 `HostScalars` computes them in Python's doubles. `DeviceScalars` computes them in FP64 tensors on the device, so that a
-step can be captured in a CUDA graph, and skipped without asking the device. Both give the same FP32 values.
+step can be skipped without asking the device. Both give the same FP32 values.
 """
 
 from __future__ import annotations
@@ -84,25 +84,20 @@ class DeviceScalars:
     """Counts and scalars on the entries' device.
 
     Attributes:
+        counts: the steps taken so far, int64 of shape (entries); `state["step"]` of each parameter is a view of it.
         values: the coming step's scalars, FP32 of shape (entries, scalars).
     """
 
     def __init__(self, entries: Sequence[ParamEntry], scalars: int, device: torch.device) -> None:
         self._device = device
         self._group_sizes = _group_sizes(entries)
-        # Counts that are on the device already are left where they lie: a captured graph may be counting there. An
-        # older version's counts, and torch's, are FP32.
-        self._steps: list[Tensor] = [entry.optimizer_state["step"] for entry in entries]
-        self._packed: Tensor | None = None
-        if not all(step.device == device and step.dtype == torch.int64 for step in self._steps):
-            self._packed = torch.tensor([int(step) for step in self._steps], dtype=torch.int64, device="cpu").to(device)
-            self._steps = _set_steps(entries, self._packed)
+        steps = [entry.optimizer_state["step"] for entry in entries]
+        if all(step.device == device for step in steps):
+            self.counts = torch.stack([step.long() for step in steps])
+        else:
+            self.counts = torch.tensor([int(step) for step in steps], dtype=torch.int64, device="cpu").to(device)
+        _set_steps(entries, self.counts)
         self.values = torch.zeros(len(entries), scalars, dtype=torch.float32, device=device)
-
-    @property
-    def counts(self) -> Tensor:
-        """The steps taken so far, int64 of shape (entries)."""
-        return torch.stack(self._steps) if self._packed is None else self._packed
 
     def compute(self, formula: ScalarFormula) -> None:
         """Compute the coming step's `values` for every entry, without waiting for the device."""
@@ -119,22 +114,16 @@ class DeviceScalars:
 
     def count_step(self, enabled: Tensor | None) -> None:
         """Count the step that was taken, where `enabled` (a bool scalar; None is yes) says that it was."""
-        increment = 1 if enabled is None else enabled.to(self._device, torch.int64)
-        if self._packed is None:
-            torch._foreach_add_(self._steps, increment)
-        else:
-            self._packed += increment
+        self.counts += 1 if enabled is None else enabled
 
 
 StepScalars = HostScalars | DeviceScalars
 
 
-def _set_steps(entries: Sequence[ParamEntry], counts: Tensor) -> list[Tensor]:
-    """Make `state["step"]` of each parameter a view of `counts`; returns the views."""
-    steps = list(counts.unbind())
-    for entry, step in zip(entries, steps, strict=True):
+def _set_steps(entries: Sequence[ParamEntry], counts: Tensor) -> None:
+    """Make `state["step"]` of each parameter a view of `counts`."""
+    for entry, step in zip(entries, counts.unbind(), strict=True):
         entry.optimizer_state["step"] = step
-    return steps
 
 
 def _shared_scalars(entries: Sequence[ParamEntry], count_offsets: Sequence[int]) -> list[_SharedScalars]:

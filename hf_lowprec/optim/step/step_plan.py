@@ -92,8 +92,7 @@ class StepPlan:
         for entry in self._in_new_mode:  # all entries have been checked
             with interrupts.deferred():
                 convert_states(optimizer, entry.param, entry.group, entry.number)
-        scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
-        fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
+        fused_groups = [FusedGroup(*key, entries, optimizer.skip_nonfinite) for key, entries in entries_by_key.items()]
         self.fused_groups = sorted(fused_groups, key=_size_of_temporaries, reverse=True)
 
         entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]

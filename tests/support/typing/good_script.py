@@ -77,7 +77,7 @@ def every_optimizer(model: nn.Module) -> list[torch.optim.Optimizer]:
         hf_lowprec.StableAdamW(params, state_dtype=torch.float32),
         hf_lowprec.Lion(params, betas=(0.9, 0.99), rounding="nearest"),
         hf_lowprec.SGD(params, momentum=0.9, nesterov=True, seed=1),
-        hf_lowprec.Adan(params, betas=(0.98, 0.92, 0.99), capturable=True),
+        hf_lowprec.Adan(params, betas=(0.98, 0.92, 0.99), skip_nonfinite=True),
         hf_lowprec.Muon(params, matrices=hf_lowprec.hidden_matrices(model), adjust_lr_fn="original"),
     ]
 

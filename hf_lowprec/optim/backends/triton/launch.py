@@ -67,8 +67,6 @@ class TritonStep(BackendStep):
         TritonError: Triton is not installed, does not run on the group's device, or cannot compile a kernel for it.
     """
 
-    capturable = True
-
     def __init__(self, fused_group: FusedGroup) -> None:
         check_available(fused_group.device)
         super().__init__(fused_group)
@@ -78,7 +76,6 @@ class TritonStep(BackendStep):
         self._tables = DeviceTables(fused_group, CHUNK, BLOCK)
         self._options = _kernel_options(fused_group.spec, fused_group.device)
         self._inputs: _StepInputs | None = None
-        self._has_run = False
         self._compile()
 
     def _compile(self) -> None:
@@ -125,7 +122,6 @@ class TritonStep(BackendStep):
                 self.ragged_kernel[(len(ragged),)](ragged, *arguments, **self._options.step_ragged)
             if len(whole) > 0:
                 self.step_kernel[(len(whole),)](whole, *arguments, **self._options.step)
-        self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         increment_version(group.weights[entries.start : entries.stop])
 
@@ -177,11 +173,6 @@ class TritonStep(BackendStep):
         """The tiles, and their table on the device."""
         tiles = MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS)
         return tiles, tiles.table.to(self.fused_group.device)
-
-    @property
-    def is_loaded(self) -> bool:
-        """True if kernels and chunks for this step's addresses are loaded, or there is nothing to run."""
-        return len(self._tables.all_chunks) == 0 or (self._has_run and self._tables.has_chunks)
 
     def release_tables(self) -> None:
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""
