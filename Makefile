@@ -112,7 +112,7 @@ evidence: $(STAMP) ## what is claimed and what is measured, in an hour; ARGS=--n
 	$(BIN)/python -m benchmarks.evidence.page
 
 bench: $(STAMP) ## optimizer step time on this machine
-	$(BIN)/python benchmarks/step_time.py $(ARGS)
+	$(BIN)/python -m benchmarks.step_time $(ARGS)
 
 # Not through .venv's stamp: a GPU machine may bring its own torch, and no network to install another one from.
 bench-gpu: ## step time and training on this machine's GPU, beside other optimizers, in nine minutes

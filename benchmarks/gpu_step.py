@@ -4,7 +4,7 @@ One command, at most nine minutes, nothing is downloaded; packages that are not 
 reported for a kernel whose results differ from those of the CPU reference in any bit. Results are written after every
 part:
 
-    python benchmarks/gpu_step.py [--seconds 540] [--output FOLDER] [--tune | --gradients]
+    python benchmarks/gpu_step.py [--seconds 540] [--output FOLDER]
     python benchmarks/gpu_step.py --rehearse        # everything but the GPU, on small shapes, into a temporary folder
 
 Without an installation of hf_lowprec any Python that has torch, triton, transformers and accelerate will do. Exit
@@ -32,11 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=540, help="time limit (default: 540)")
     parser.add_argument("--output", type=Path, help=f"folder of the results (default: {RESULTS})")
-    only = parser.add_mutually_exclusive_group()
-    help = "only try constants of the kernel, with all of the time"
-    only.add_argument("--tune", dest="only", action="store_const", const="tuning", help=help)
-    help = "only step with zeros, subnormal numbers and views of a bucket as gradients"
-    only.add_argument("--gradients", dest="only", action="store_const", const="gradients", help=help)
     parser.add_argument("--rehearse", action="store_true", help="run everything once on the CPU, on small shapes")
     options = parser.parse_args(arguments)
     budget = Budget(options.seconds)
@@ -58,10 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     device: Device = Rehearsal() if options.rehearse else Gpu()
     default = Path(tempfile.mkdtemp(prefix="gpu_step-rehearsal-")) if options.rehearse else RESULTS
-    # A run of its own, which must not replace the tables of the same day.
-    name = f"{device.name} {options.only}" if options.only else device.name
-    report = Report(options.output or default, name, str(date.today()))
-    run(Benchmark(device, budget, report), options.only)
+    report = Report(options.output or default, device.name, str(date.today()))
+    run(Benchmark(device, budget, report))
     print(f"\n{report.markdown.read_text(encoding='utf-8')}\nwritten to {report.json} and {report.markdown.name}")
     return 1 if report.result["failures"] else 0
 

@@ -5,25 +5,34 @@ Gradients are those of a backward pass, so they are new tensors in every step. `
 its kernels and without the upload of its tables, which need a GPU (`make bench-gpu` measures these): checking what has
 changed, scalars, and the tables on the host. `clipped` includes `clip_grad_norm_`.
 
-Times are the thread's CPU time, which other programs disturb less. All cases take turns, and with `--baseline`, those
-of another checkout as well.
+Times are the thread's CPU time, which other programs disturb less. All cases take turns.
 
-    python benchmarks/host_time.py [--tensors 146 291] [--rounds 60] [--baseline CHECKOUT] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.host_time [--tensors 146 291] [--rounds 60] [--output FILE.json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+
+import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.record import write_record
+from hf_lowprec import AdamW
+from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
 
 STEPS = 5
 """Steps of a case in each round."""
@@ -58,13 +67,6 @@ class _NoLaunch:
 
 def measured_step(case: Case, tensors: int) -> Callable[[], float]:
     """A function that takes a step on `tensors` parameters and returns its CPU time in seconds."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from hf_lowprec import AdamW
-    from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
 
     class Sum(nn.Module):
         """A loss that uses every parameter once."""
@@ -105,71 +107,34 @@ def measured_step(case: Case, tensors: int) -> Callable[[], float]:
     return take_step
 
 
-def serve(tensors: int) -> None:
-    """Measure a round of all cases for every line of the standard input; the process of one checkout."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        steps = [measured_step(case, tensors) for case in CASES]
-        for step in steps:
-            for _ in range(3):
-                step()
-        for _ in sys.stdin:
-            print(json.dumps([[step() for _ in range(STEPS)] for step in steps]), flush=True)
-        dist.destroy_process_group()
-
-
-def measure(checkouts: dict[str, Path], tensors: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Median CPU time of a step in milliseconds, by checkout and case; the checkouts take turns."""
-    servers = {}
-    for name, path in checkouts.items():
-        environment = os.environ | {"PYTHONPATH": str(path), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--serve", "--tensors", str(tensors)]
-        servers[name] = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-    times: dict[str, list[list[float]]] = {name: [[] for _ in CASES] for name in servers}
-    for _ in range(rounds):
-        for name, server in servers.items():
-            assert server.stdin is not None and server.stdout is not None
-            server.stdin.write("\n")
-            server.stdin.flush()
-            for all_rounds, one_round in zip(times[name], json.loads(server.stdout.readline()), strict=True):
-                all_rounds += one_round
-    for server in servers.values():
-        server.communicate()
-    return {
-        name: {str(case): 1e3 * statistics.median(taken) for case, taken in zip(CASES, cases, strict=True)}
-        for name, cases in times.items()
-    }
+def measure(tensors: int, rounds: int) -> dict[str, float]:
+    """Median CPU time of a step in milliseconds, by case."""
+    steps = {str(case): measured_step(case, tensors) for case in CASES}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            taken = [step() for _ in range(STEPS)]
+            times[name] += taken if turn else []  # the first round warms up
+    return {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tensors", type=int, nargs="+", default=[146, 291])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--baseline", type=Path, help="another checkout of this repository, to compare with")
-    parser.add_argument("--json", type=Path, help="write the medians to this file")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="a JSON file")
     options = parser.parse_args()
-    if options.serve:
-        serve(*options.tensors)
-        return
-    checkouts = {"baseline": options.baseline} if options.baseline else {}
-    checkouts["this"] = Path(__file__).resolve().parents[1]
-    results = {}
-    for tensors in options.tensors:
-        results[tensors] = medians = measure(checkouts, tensors, options.rounds)
-        print(f"\n{tensors} tensors: ms per step (µs per tensor)\n\n| case | {' | '.join(checkouts)} |")
-        print(f"|---|{'---:|' * len(checkouts)}")
-        for case in map(str, CASES):
-            cells = (f"{medians[name][case]:.3f} ({1e3 * medians[name][case] / tensors:.2f})" for name in checkouts)
-            print(f"| {case} | {' | '.join(cells)} |")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"ms_per_step": results}, indent=1) + "\n")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        results = {tensors: measure(tensors, options.rounds) for tensors in options.tensors}
+        dist.destroy_process_group()
+    print(f"ms per step (µs per tensor)\n\n| case | {' | '.join(f'{tensors} tensors' for tensors in results)} |")
+    print(f"|---|{'---:|' * len(results)}")
+    for case in map(str, CASES):
+        cells = (f"{found[case]:.3f} ({1e3 * found[case] / tensors:.2f})" for tensors, found in results.items())
+        print(f"| {case} | {' | '.join(cells)} |")
+    write_record(options.output, ms_per_step=results)
 
 
 if __name__ == "__main__":

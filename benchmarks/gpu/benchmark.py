@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpu import gradients, parity, tuning
+from gpu import parity
 from gpu.budget import Budget, OutOfTime, line
 from gpu.candidates import MODES, candidates, installed, our_backend
 from gpu.device import Device
@@ -161,56 +161,27 @@ class Benchmark:
         room = min(ROOM, self.device.free() - (4 << 30)) if not self.device.rehearsal else self.device.free()
         self.step("step_8b", self.large.fitting(room / HUNGRIEST), rounds, repeats, seconds)
 
-    def gradients(self, seconds: float) -> None:
-        """Times with gradients of other kinds than random ones."""
-
-        def keep(rows: list[dict[str, Any]]) -> None:
-            self.result["gradients"] = rows
-            self.report.write()
-
-        self._note(gradients.measure(self.device, self.candidates, self.budget.part(seconds), self.say, keep))
-
-    def tune(self, seconds: float) -> None:
-        """Constants of the kernel."""
-        if self.result["parity"][tuning.MODE] != "equal":
-            return self.say("tuning: not of a kernel that is wrong")
-        variants = tuning.grid()[:3] if self.device.rehearsal else tuning.grid()
-
-        def keep(rows: list[dict[str, Any]]) -> None:
-            self.result["tuning"] = rows
-            self.report.write()
-
-        tuning.tune(self.device, self.small, variants, self.budget.part(seconds), self.say, keep)
-
 
 def _module(distribution: str) -> str:
     return distribution.replace("-", "_")
 
 
-def run(benchmark: Benchmark, only: str | None = None) -> None:
-    """All parts, or, apart from the checks, "gradients" or "tuning" alone.
-
-    Seconds are the most a part may take from those after it.
-    """
+def run(benchmark: Benchmark) -> None:
+    """All parts. Seconds are the most a part may take from those after it."""
     rehearsal = benchmark.device.rehearsal
-    benchmark.result["only"] = only
     benchmark.report.write()
     rounds, repeats = (2, 2) if rehearsal else (3, 20)
-    parts: list[tuple[str, Any]] = [("parity", lambda: benchmark.parity(100)), ("copy", benchmark.copy)]
-    if only is None:
-        length, steps, discard = (32, 2, 1) if rehearsal else (2048, 15, 4)
-        parts += [
-            ("trial of other packages", lambda: benchmark.try_peers(70)),
-            ("step of the smaller model", lambda: benchmark.step("step_1b", benchmark.small, rounds, repeats, 190)),
-            ("training", lambda: benchmark.train(4, length, 2, steps, discard, 90)),
-            ("training, small batch", lambda: benchmark.train(1, length, 2, steps, discard, 60)),
-            ("launches", lambda: benchmark.launches(60)),
-            ("step of the larger model", lambda: benchmark.step_large(2, repeats // 2 + 1, 120)),
-        ]
-    if only != "gradients":
-        parts.append(("tuning", lambda: benchmark.tune(400 if only else 60)))
-    if only != "tuning":
-        parts.append(("gradients", lambda: benchmark.gradients(400)))
+    length, steps, discard = (32, 2, 1) if rehearsal else (2048, 15, 4)
+    parts: list[tuple[str, Any]] = [
+        ("parity", lambda: benchmark.parity(100)),
+        ("copy", benchmark.copy),
+        ("trial of other packages", lambda: benchmark.try_peers(70)),
+        ("step of the smaller model", lambda: benchmark.step("step_1b", benchmark.small, rounds, repeats, 190)),
+        ("training", lambda: benchmark.train(4, length, 2, steps, discard, 90)),
+        ("training, small batch", lambda: benchmark.train(1, length, 2, steps, discard, 60)),
+        ("launches", lambda: benchmark.launches(60)),
+        ("step of the larger model", lambda: benchmark.step_large(2, repeats // 2 + 1, 120)),
+    ]
     for name, part in parts:
         if benchmark.budget.left < 10:
             benchmark.say(f"no time for {name}")

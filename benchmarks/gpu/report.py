@@ -8,9 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradient_kinds import RANDOM
-
-from gpu.targets import compared, targets
 from gpu.training import AUTOCAST
 
 Result = dict[str, Any]
@@ -56,13 +53,10 @@ def render(result: Result) -> str:
         parts += ["**Failed:**", _list(result["failures"])]
     if result.get("peer_failures"):
         parts += ["Optimizers of other packages that failed, and are left out:", _list(result["peer_failures"])]
-    parts.append(_lines([["target", "aim", "measured", ""]], [list(target) for target in targets(result)], left=2))
+    if result.get("parity"):
+        parts.append(_parity(result["parity"]))
     parts += [_step(result[key], result.get("launches") or {}) for key in ("step_1b", "step_8b") if result.get(key)]
     parts += [_training(table) for table in result.get("training") or []]
-    if result.get("gradients"):
-        parts.append(_gradients(result["gradients"]))
-    if result.get("tuning"):
-        parts.append(_tuning(result["tuning"]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -76,16 +70,21 @@ def _facts(result: Result) -> list[str]:
     return facts
 
 
+def _parity(checks: dict[str, str]) -> str:
+    wrong = [f"{mode}: {found}" for mode, found in checks.items() if found != "equal"]
+    return "Bits of the reference on the CPU: " + (f"**{'; '.join(wrong)}**" if wrong else "equal in every mode.")
+
+
 def _list(items: list[str]) -> str:
     return "\n".join(f"- {item}" for item in items)
 
 
-def _table(columns: Columns, rows: list[Row], left: int = 1) -> str:
-    return _lines([list(columns)], [[show(row) for show in columns.values()] for row in rows], left)
+def _table(columns: Columns, rows: list[Row]) -> str:
+    return _lines([list(columns)], [[show(row) for show in columns.values()] for row in rows])
 
 
-def _lines(head: list[list[str]], rows: list[list[str]], left: int) -> str:
-    rule = [["---"] * left + ["---:"] * (len(head[0]) - left)]
+def _lines(head: list[list[str]], rows: list[list[str]]) -> str:
+    rule = [["---"] + ["---:"] * (len(head[0]) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in head + rule + rows)
 
 
@@ -125,8 +124,7 @@ def _training(table: dict[str, Any]) -> str:
 
     def relative(key: str) -> Callable[[Row], str]:
         def show(row: Row) -> str:
-            ratio = compared(row, base, key)
-            return "" if ratio is None else f"{ratio:.3f}"
+            return f"{row[key] / base[key]:.3f}" if base and base[key] else ""
 
         return show
 
@@ -146,36 +144,3 @@ def _training(table: dict[str, Any]) -> str:
     )
     notes = "Medians from step to step without waiting in between; no gradient checkpointing, sdpa attention."
     return "\n\n".join([title, _table(columns, table["rows"]), notes])
-
-
-def _gradients(rows: list[Row]) -> str:
-    kinds: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        kinds.setdefault(row["gradients"], {})[row["optimizer"]] = row
-    random = kinds.pop(RANDOM)
-    lines = []
-    for kind, by_optimizer in kinds.items():
-        ratios = [compared(by_optimizer.get(name), base, "device_ms") for name, base in random.items()]
-        share = next(iter(by_optimizer.values()))["share"]
-        lines.append([kind, f"{share:.0%}", *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
-    title = "## Other gradients than random ones"
-    notes = (
-        "Device time of a step relative to the same optimizer on random gradients. Share: of the elements that are "
-        "zero or subnormal, or in misaligned tensors. Bytes are those of 16-bit gradients, for FP32 twice as many."
-    )
-    return "\n\n".join([title, _lines([["gradients", "share", *random]], lines, left=1), notes])
-
-
-def _tuning(tuning: list[Row]) -> str:
-    columns: Columns = {
-        "block": _cell("block", "d"),
-        "warps": _cell("warps", "d"),
-        "chunk": _cell("chunk", "d"),
-        "device ms": _cell("device_ms", ".3f"),
-        "fastest ms": lambda row: f"{min(row['samples']):.3f}" if row["samples"] else "",
-        "": lambda row: row.get("failure") or ("" if row["parity"] == "equal" else f"parity: {row['parity']}"),
-    }
-    rows = sorted(tuning, key=lambda row: row.get("device_ms", float("inf")))
-    title = "## Constants of the kernel, kahan on the smaller model"
-    notes = f"Shipped: block {tuning[0]['block']}, {tuning[0]['warps']} warps, chunk {tuning[0]['chunk']}."
-    return "\n\n".join([title, _table(columns, rows, left=0), notes])

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter, ParameterList
 from torch.optim import Optimizer
 
-from hf_lowprec import AdamW, fp32_state_dict
+from hf_lowprec import AdamW
 
 from . import optimizers
 from .flash_adamw import FlashAdamW
 
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 BASELINE = "torch AdamW, FP32"
-
-
-def _as_stored(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
-    return [param.detach().float() for param in params]
-
-
-def _our_masters(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
-    return list(fp32_state_dict(ParameterList(params), optimizer).values())
-
-
-def _optimi_masters(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
-    return [param.detach().float() + optimizer.state[param]["kahan_comp"].float() for param in params]
-
-
-def _flash_masters(optimizer: Any, params: Sequence[Parameter]) -> list[Tensor]:
-    return [optimizer.master(param) for param in params]
 
 
 @dataclass(frozen=True)
@@ -45,30 +27,27 @@ class Candidate:
         name: of the row.
         build: makes the optimizer from parameters, and the options of AdamW that all packages have.
         dtype: of weights and gradients.
-        masters: the best FP32 estimates of the weights that an optimizer has of its parameters.
         package: its name on PyPI, if it is neither torch's nor ours.
-        exact_start: further options for parameters that were not cast, so that nothing was rounded off.
+        low_bits: whether it begins with the digits that the cast to BF16 rounds off.
         copied: whether it is a copy of an algorithm in torch operations, whose time says nothing of the package's.
     """
 
     name: str
     build: Callable[..., Optimizer]
     dtype: torch.dtype = BF16
-    masters: Callable[[Any, Sequence[Parameter]], list[Tensor]] = _as_stored
     package: str | None = None
-    exact_start: dict[str, Any] = field(default_factory=dict)
+    low_bits: bool = False
     copied: bool = False
 
 
 def _ours(mode: str, state_dtype: torch.dtype) -> Candidate:
     states = "8-bit" if state_dtype == INT8 else "BF16"
-    start = {} if mode == "stochastic" else {"initial_compensation": "zero"}
     build = partial(AdamW, rounding=mode, state_dtype=state_dtype)
-    return Candidate(f"hf_lowprec AdamW, {mode}, {states} states", build, masters=_our_masters, exact_start=start)
+    return Candidate(f"hf_lowprec AdamW, {mode}, {states} states", build, low_bits=mode != "stochastic")
 
 
 def _flash(name: str, **options: Any) -> Candidate:
-    return Candidate(name, partial(FlashAdamW, **options), masters=_flash_masters, copied=True)
+    return Candidate(name, partial(FlashAdamW, **options), copied=True)
 
 
 def _torchao_8bit(stochastic: bool) -> Candidate:
@@ -90,9 +69,7 @@ CANDIDATES = (
     _ours("kahan", INT8),
     _ours("split", INT8),
     _ours("stochastic", INT8),
-    Candidate(
-        "optimi AdamW, Kahan, BF16 states", optimizers.optimi_kahan, masters=_optimi_masters, package="torch-optimi"
-    ),
+    Candidate("optimi AdamW, Kahan, BF16 states", optimizers.optimi_kahan, package="torch-optimi"),
     Candidate("torchao _AdamW, stochastic, BF16 states", optimizers.torchao_bf16, package="torchao"),
     _torchao_8bit(stochastic=False),
     _torchao_8bit(stochastic=True),

@@ -4,7 +4,7 @@ Written from the published description, version 0.1.4 for what the paper leaves 
 
 - A master weight θ is a BF16 weight w, rounded to nearest, and an integer of 8 or 16 bits: (θ − w) in units of half an
   ulp of w, scaled to ±127 or ±32767.
-- Groups of 32 elements of the local tensor share a scale in FP16, the largest magnitude of the group. The first moment
+- Groups of 32 elements share a scale in FP16, the largest magnitude of the group. The first moment
   over its scale, x, is stored as 127 · 2x / (1 + |x|) in a signed byte. Of the second moment, the square root is
   stored, as 255 · x in an unsigned byte. Both are rounded to nearest.
 - The update is AdamW's in FP32, from moments before they are stored.
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 GROUP = 32
 _SMALLEST_SCALE = 1e-12
@@ -63,7 +62,7 @@ class FlashAdamW(torch.optim.Optimizer):
 
     def _step(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
-        weight, grad = _local(param.detach()), _local(param.grad).float()
+        weight, grad = param.detach(), param.grad.float()
         if not state:
             state["step"] = 0
             self._store(state, group, torch.zeros_like(grad), torch.zeros_like(grad), weight.dtype)
@@ -91,8 +90,8 @@ class FlashAdamW(torch.optim.Optimizer):
         state["exp_avg_sq"] = encode_second(second) if quantize else second
 
     def master(self, param: Tensor) -> Tensor:
-        """The master weights of a parameter, or of this rank's shard of it; FP32 in its shape."""
-        weight, state = _local(param.detach()), self.state.get(param, {})
+        """The master weights of a parameter, FP32 in its shape."""
+        weight, state = param.detach(), self.state.get(param, {})
         if "correction" not in state:
             return weight.float()
         stored = state["correction"]
@@ -135,10 +134,6 @@ def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
 def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
     """The inverse of `encode_second`, in FP32."""
     return _ungroup(_groups(codes.float()) / 255 * scale.float()[:, None], codes).square()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _groups(values: Tensor) -> Tensor:

@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hf_lowprec.monitor.memory_estimate import storage_tensors
 
-from .candidates import Candidate
-
 SHAPES = ((512, 1024),) * 8
-
-
-def bytes_per_parameter(candidate: Candidate) -> float:
-    """Of matrices of equal shapes, which is the best case of formats that leave small tensors as they are."""
-    params = [Parameter(torch.randn(shape).mul_(0.02).to(candidate.dtype)) for shape in SHAPES]
-    for param in params:
-        param.grad = torch.randn_like(param)
-    optimizer = candidate.build(params, lr=1e-3)
-    optimizer.step()
-    return held(params, optimizer)
 
 
 def held(params: Sequence[Parameter], optimizer: Optimizer) -> float:

@@ -1,4 +1,4 @@
-"""Error of a mean of BF16 gradients by number of ranks, as `benchmarks/reduction_error.py` has measured it."""
+"""Error of a mean of BF16 gradients by number of ranks, as `benchmarks.reduction_error` has measured it."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from hf_lowprec.optim.cached_property import cached_property
 SAMPLED_SHARE = 1 / 256
 """The share of all elements that is sampled, so that a measurement is a small part of a step of any model.
 
-Each sampled element is read from a cache line of its own, which makes it as expensive as a dozen elements of a step;
-`benchmarks/monitor_cost.py` measures it."""
+Each sampled element is read from a cache line of its own, which makes it as expensive as a dozen elements of a step.
+"""
 FEWEST, MOST = 1 << 13, 1 << 16
 """Bounds of the number of elements in all samples together."""
 SMALLEST, LARGEST = 64, 4096

@@ -24,24 +24,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.every_case
 @pytest.mark.slow
-def test_the_rehearsal_runs_every_part(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    kinds = importlib.import_module("gradient_kinds").KINDS
+def test_the_rehearsal_runs_every_part(tmp_path):
     done = run("--rehearse", "--seconds", "240", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (result,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert result["failures"] == []
-    assert {row["gradients"] for row in result["gradients"]} == set(kinds)
     (table,) = (path.read_text() for path in tmp_path.glob("*.md"))
-    for part in (
-        "One step of",
-        "Training",
-        "Other gradients",
-        "Constants of the kernel",
-        "kahan",
-        "stochastic",
-        "nearest",
-    ):
+    for part in ("One step of", "Training", "kahan", "stochastic", "nearest"):
         assert part in table
 
 

@@ -1,6 +1,6 @@
 """Split weights: the master survives, and the stored weight is its nearest BF16 number, ties away from zero.
 
-References are Python integers and FP64. All 2³² patterns are tried by `benchmarks/split_patterns.py`, in C.
+References are Python integers and FP64.
 """
 
 import math

@@ -118,7 +118,7 @@ def trained(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     if case == PERTURBED:
         steps.perturb(model, seeds)
     if candidate.dtype != FP32:
-        hf_lowprec.cast_model(model, keep_low_bits=bool(candidate.exact_start))  # our modes with a compensation
+        hf_lowprec.cast_model(model, keep_low_bits=candidate.low_bits)
     params = list(model.parameters())
     optimizer = candidate.build(params, **settings.adamw())
     data = text.load(work.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lowprec.tools.demo.text import standard_library_modules
-
 VALIDATION_SEQUENCES = 1024
 ROWS_AT_ONCE = 64
 """In validation, so that memory stays small."""
@@ -21,6 +20,10 @@ SMALLEST = 100_000
 """Bytes of a text."""
 STEPS_PER_DRAW = 1000
 """Steps whose sequences are drawn at once."""
+
+
+SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data", "encodings"}
+"""Folders that are not the library's own source, are not in every installation, or hold only tables."""
 
 
 class Bytes(NamedTuple):
@@ -35,8 +38,7 @@ class Bytes(NamedTuple):
 def load(folder: Path | None) -> Bytes:
     """The text files of `folder`, whose last tenth is held out; None means the standard library."""
     if folder is None:
-        text = standard_library_modules()
-        parts = ["\n".join(each["text"]).encode() for each in (text.train, text.validation)]
+        parts = ["\n".join(documents).encode() for documents in held_out(standard_library())]
     else:
         whole = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
         if not folder.is_dir():
@@ -46,6 +48,27 @@ def load(folder: Path | None) -> Bytes:
         parts = [whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]]
     checksum = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return Bytes(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts), checksum)
+
+
+def standard_library() -> dict[str, str]:
+    """The modules of the standard library without its tests, by path; files that are not UTF-8 are left out."""
+    root, found = Path(sysconfig.get_path("stdlib")), {}
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        if SKIPPED.isdisjoint(name.parts):
+            try:
+                found[name.as_posix()] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+    return found
+
+
+def held_out(documents: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Documents to train on, and each tenth for validation, in an order that depends on names and mixes packages."""
+    names = sorted(
+        (name for name in documents if documents[name]), key=lambda name: hashlib.sha256(name.encode()).digest()
+    )
+    return [documents[name] for k, name in enumerate(names) if k % 10], [documents[name] for name in names[::10]]
 
 
 def entropy(text: Bytes) -> float:

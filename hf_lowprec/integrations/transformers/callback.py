@@ -39,7 +39,7 @@ LOST_UPDATES = "lost_updates"
 NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"
 MANY_MICRO_BATCHES = 128
-"""From this many micro-batches, rounding at each one loses percents of the gradient (`benchmarks/micro_batches.py`)."""
+"""From this many micro-batches, rounding at each one loses percents of the gradient."""
 
 logger = logging.getLogger(__name__)
 

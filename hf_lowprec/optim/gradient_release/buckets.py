@@ -14,7 +14,7 @@ BUCKET_ELEMENTS = 1 << 26
 """A bucket is stepped once it has this many elements: 128 MiB of BF16 gradients, all shards of a parameter counted.
 
 Smaller buckets do not save much more, since the largest gradient (an embedding's) is usually larger, and each costs
-time on the host; `benchmarks/gradient_release.py` measures both.
+time on the host.
 """
 
 

@@ -1,1 +1,0 @@
-"""Parts of the benchmarks of optimizer steps on the CPU."""

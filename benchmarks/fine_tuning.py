@@ -1,0 +1,142 @@
+"""How far from FP32 fine-tuning ends, and which share of the weight changes rounding loses: a small Llama with Trainer.
+
+A byte-level Llama with 0.7 million parameters is pre-trained in FP32 on the standard library, and fine-tuned in each
+way on Python's language reference. Within a seed, all ways start from the same weights and see the same data.
+
+    python -m benchmarks.fine_tuning [--seeds 10] [--ways fp32,split] [--output FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from tempfile import gettempdir
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.evidence.training.text import held_out, standard_library
+from benchmarks.record import write_record
+from hf_lowprec import LowPrecisionCallback, PrecisionMonitor
+from hf_lowprec.monitor.step_precision import ALL
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+
+LENGTH, BATCH, VALIDATION_BLOCKS = 128, 4, 128
+SAMPLED = 40
+"""Lost updates are measured at one of so many steps."""
+STOCK = {"fp32": torch.float32, "nearest": torch.bfloat16}
+"""Dtypes of the whole model with torch's AdamW."""
+WAYS = (*STOCK, *(f"{mode}{states}" for states in ("", "-8bit") for mode in ("split", "kahan", "sr")))
+PRE_TRAINING = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
+FINE_TUNING = {"learning_rate": 2e-5, "lr_scheduler_type": "constant_with_warmup"}
+Blocks = list[dict[str, torch.Tensor]]
+
+
+class LostUpdates(TrainerCallback):
+    """Measures the share of weight changes that is lost at some steps."""
+
+    def __init__(self) -> None:
+        self.monitor: PrecisionMonitor | None = None
+        self.shares: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.monitor = self.monitor or PrecisionMonitor(unwrap_optimizer(objects["optimizer"]), objects["model"])
+        if state.global_step % SAMPLED == 0:
+            self.monitor.measure_next_step()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if state.global_step % SAMPLED == 0 and self.monitor and self.monitor.last:
+            self.shares.append(self.monitor.last.by_kind[ALL].get("lost_updates", 0.0))
+
+
+def blocks(documents: Sequence[str], count: int) -> Blocks:
+    """The first `count` blocks of the documents' bytes."""
+    text = torch.frombuffer(bytearray("".join(documents).encode()), dtype=torch.uint8).long()
+    cut = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)[:count]
+    return [{"input_ids": block, "labels": block} for block in cut]
+
+
+def language_reference() -> tuple[list[str], list[str]]:
+    """Topics to train on and to validate on, without the paragraphs that both have."""
+    train, validation = held_out(topics)
+    seen = {paragraph for document in validation for paragraph in document.split("\n\n")}
+    return ["\n\n".join(p for p in document.split("\n\n") if p not in seen) for document in train], validation
+
+
+def llama(seed: int) -> LlamaForCausalLM:
+    """A byte-level Llama with random weights."""
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+def train(model: Any, way: str, data: tuple[Blocks, Blocks], steps: int, seed: int, **settings: Any) -> dict[str, Any]:
+    """Train in place; returns the validation loss and the share of weight changes that was lost."""
+    callbacks: list[TrainerCallback] = [LostUpdates()]
+    mode, _, states = way.partition("-")
+    if mode in STOCK:
+        frequencies = model.model.rotary_emb.inv_freq
+        model.to(STOCK[mode]).model.rotary_emb.inv_freq = frequencies  # in BF16, they are wrong with any optimizer
+    else:
+        callbacks.insert(0, LowPrecisionCallback(report=False, log_lost_updates=False))
+        settings |= {"optim_args": "state_dtype=int8"} if states else {}
+    args = TrainingArguments(
+        gettempdir(), optim="adamw_torch" if mode in STOCK else f"adamw_bf16_{mode}", max_steps=steps,
+        per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, warmup_steps=max(1, steps // 20),
+        weight_decay=0.01, seed=seed, prediction_loss_only=True, save_strategy="no", logging_strategy="no",
+        report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    lost = statistics.mean(callbacks[-1].shares)  # type: ignore[attr-defined]
+    return {"loss": trainer.evaluate()["eval_loss"], "lost": lost}
+
+
+def table(runs: dict[str, list[dict[str, float]]]) -> str:
+    """A Markdown table: means ± standard deviations over seeds; differences are paired by seed."""
+    lines = ["| optimizer | validation loss | difference from FP32 | updates lost |", "| --- | ---: | ---: | ---: |"]
+    for way, found in runs.items():
+        losses = [run["loss"] for run in found]
+        apart = [loss - exact["loss"] for loss, exact in zip(losses, runs["fp32"], strict=True)]
+        spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in (losses, apart)]
+        difference = "" if way == "fp32" else f"{statistics.mean(apart):+.5f} ± {spread[1]:.5f}"
+        lost = "" if way == "fp32" else f"{abs(100 * statistics.mean(run['lost'] for run in found)):.1f}%"
+        lines.append(f"| {way} | {statistics.mean(losses):.4f} ± {spread[0]:.4f} | {difference} | {lost} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=1000, help="of pre-training, and of fine-tuning")
+    parser.add_argument("--ways", default=",".join(WAYS), help="fp32 and others")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    options = parser.parse_args(words)
+    transformers.logging.set_verbosity_error()
+    code, prose = held_out(standard_library()), language_reference()
+    count = options.steps * BATCH
+    first, second = ((blocks(each[0], count), blocks(each[1], VALIDATION_BLOCKS)) for each in (code, prose))
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways.split(",")}
+    for seed in range(options.seeds):
+        trained = llama(seed)
+        train(trained, "fp32", first, options.steps, seed, **PRE_TRAINING)
+        for way, found in runs.items():
+            found.append(train(copy.deepcopy(trained), way, second, options.steps, seed, **FINE_TUNING))
+            print(f"seed {seed}, {way}: {found[-1]}", flush=True)
+    print(table(runs))
+    write_record(options.output, steps=options.steps, runs=runs)
+
+
+if __name__ == "__main__":
+    main()
