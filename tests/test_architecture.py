@@ -52,7 +52,7 @@ TOOLS = {
     "user_inputs": set(),
     "export": {"user_inputs"},
     "inspection": {"user_inputs", "export"},
-    "doctor": {"inspection"},
+    "doctor": {"user_inputs"},
     "estimate": {"user_inputs"},
     "plotting": set(),
     "demo": set(),

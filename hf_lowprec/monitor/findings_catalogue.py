@@ -1,6 +1,6 @@
 """The catalogue of findings: all that can be wrong with a run, or with what it left in files.
 
-Whether it is measured during training, read from checkpoints or predicted, the same fault has the same code and words.
+Whether it is measured during training or read from checkpoints, the same fault has the same code and words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ FAULTS = {
         "The second moment does not decay, so steps stay too short after large gradients",
         'Use state_rounding="stochastic", the default of hf_lowprec\'s optimizers, or FP32 states',
     ),
-    "too_much_noise": Fault("Rounding adds much more noise to weights than training moves them"),
     "norms_never_moved": Fault(
         "Norms do not move",
         "Cast the model with hf_lowprec.cast_model, which keeps norms in FP32: near 1, 16-bit numbers are far apart",

@@ -21,8 +21,7 @@ from benchmarks.evidence.training.doctor import prediction
 from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.replicas import Replicas, Shape
-from hf_lowprec.tools.doctor.advice import MUCH_NOISE
-from hf_lowprec.tools.doctor.update_sizes import ALL
+from hf_lowprec.tools.doctor.prediction import MUCH_NOISE
 
 START = "start"
 STALLED = 0.5
@@ -101,8 +100,8 @@ def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, An
     if saved is None:
         return {"noise": {}}  # what is known stays
     first = {name: weights[0] for name, weights in saved["model"].items()}
-    found = {rate: prediction(first, rate, settings.steps).by_mode["stochastic"] for rate in settings.rates}
-    return {"noise": {f"tune sr {rate:g}": parts[ALL].noise for rate, parts in found.items()}}
+    found = {rate: prediction(first, rate, settings.steps)["stochastic"] for rate in settings.rates}
+    return {"noise": {f"tune sr {rate:g}": predicted.noise for rate, predicted in found.items()}}
 
 
 def section(record: dict[str, Any]) -> Section:

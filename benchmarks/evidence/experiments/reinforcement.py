@@ -29,8 +29,8 @@ from benchmarks.evidence.training.doctor import prediction
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.sums import ANSWER, answer_losses, llama, reward, sums, tokenizer, tokens, train
 from hf_lowprec import LowPrecisionCallback
-from hf_lowprec.tools.doctor.advice import MUCH_NOISE, recommend
-from hf_lowprec.tools.doctor.update_sizes import ALL, SAMPLE
+from hf_lowprec.tools.doctor.prediction import MUCH_NOISE, recommend
+from hf_lowprec.tools.doctor.update_sizes import SAMPLE
 
 START, STALE = "start", "stale"
 FIRST_SEED = 100
@@ -194,9 +194,9 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
         advice = {}
         for rate in settings.rates:
             found = prediction(dict(trained[0].named_parameters()), rate, settings.steps)
-            nearest, stochastic = (found.by_mode[mode][ALL] for mode in ("nearest", "stochastic"))
-            said = {"kept": 1 - nearest.lost_in_run, "noise": stochastic.noise, "advice": recommend(found).optim}
-            advice[f"{rate:g}"] = said
+            optim, _ = recommend(found, "adamw")
+            kept, noise = 1 - found["nearest"].lost, found["stochastic"].noise
+            advice[f"{rate:g}"] = {"kept": kept, "noise": noise, "advice": optim}
         return {"doctor": advice, "parameters": trained[0].num_parameters()}
     points, from_moments = [], []
     for seed, weights in enumerate(work.load(START)):
@@ -208,7 +208,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
         if watch.mode == "nearest":
             weights = dict(model.named_parameters())
             seen = prediction(weights, trains.args.learning_rate, settings.steps, watch.directions)
-            from_moments.append(1 - seen.by_mode["nearest"][ALL].lost[-1])
+            from_moments.append(1 - seen["nearest"].lost_by_step[-1])
     ends = [each[-1]["reward"] for each in points]
     work.progress(f"{case}: reward {np.mean(ends):.4f} ± {np.std(ends):.4f}")
     return {"points": points, **({"kept_by_moments": from_moments} if from_moments else {})}

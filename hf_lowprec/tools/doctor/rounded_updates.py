@@ -13,10 +13,6 @@ is the fractional part of `u/s`: about `s·|u|` for small updates. The noise of 
 variances add up. So do those of the displacement that the updates themselves cause, `Σ_t E[u_t²]·persistence`. The
 ratio of the two sums' roots is the *noise* of a run.
 
-**Kahan summation** rounds the compensation instead of the weight. The compensation is uniform within `s/2`, so its own
-spacing is `s/512` for half of the weights, `s/1024` for a quarter, and so on. It is rounded like a weight of that
-spacing: stochastically, or to nearest with `state_rounding="nearest"`.
-
 All of it depends on a weight's spacing alone, the distance to the next BF16 number, and that on its exponent. So a
 histogram of 256 counts replaces a tensor.
 
@@ -69,45 +65,37 @@ def count_spacings(tensor: Tensor) -> Tensor:
     return others + powers - below + torch.cat((below[1:], below.new_zeros(1)))
 
 
-class Quantum(NamedTuple):
-    """A spacing of what is rounded, relative to the weight's, and the share of weights that have it."""
-
-    spacing: float
-    share: float
-
-
-COMPENSATION_QUANTA = (
-    Quantum(2.0**-9, 0.5), Quantum(2.0**-10, 0.25), Quantum(2.0**-11, 0.125), Quantum(2.0**-12, 0.125)
-)  # fmt: skip
-"""A compensation lies anywhere within half a spacing of its weight: half of all in the uppermost binade, and so on."""
-
-
-class Storage(NamedTuple):
-    """The storage of an update.
-
-    Attributes:
-        quanta: the spacings of what is rounded.
-        stochastic: whether it is rounded stochastically, or to nearest.
-    """
-
-    quanta: tuple[Quantum, ...]
-    stochastic: bool
-
-
 class RoundedUpdates(NamedTuple):
     """Sums over weights, for each of some steps (FP64).
 
     Attributes:
         square: `Σ u²`.
         stored: `Σ u·Δ`.
-        noise: the sum of the variances that stochastic rounding adds.
+        variance: the sum of the variances that stochastic rounding adds.
         displacement: the sum of the variances that these updates add to the weights' displacement.
     """
 
     square: Tensor
     stored: Tensor
-    noise: Tensor
+    variance: Tensor
     displacement: Tensor
+
+    @property
+    def lost_by_step(self) -> list[float]:
+        """The lost share of updates in each step, as `lost_updates` in the training log."""
+        return (1 - self.stored / self.square).nan_to_num(nan=0.0).tolist()
+
+    @property
+    def lost(self) -> float:
+        """The lost share of all updates."""
+        square = float(self.square.sum())
+        return 1 - float(self.stored.sum()) / square if square else 0.0
+
+    @property
+    def noise(self) -> float:
+        """Root mean square of the noise that rounding adds, relative to that of the displacement."""
+        displacement = float(self.displacement.sum())
+        return (float(self.variance.sum()) / displacement) ** 0.5 if displacement else 0.0
 
     def __add__(self, other: RoundedUpdates) -> RoundedUpdates:  # type: ignore[override]
         return RoundedUpdates(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -120,45 +108,38 @@ def round_updates(
     learning_rates: Sequence[float],
     steps: Sequence[int],
     weight_decay: float,
-    storage: Storage,
+    quantum: float,
+    stochastic: bool,
 ) -> RoundedUpdates:
     """Predict the rounding of weights' updates.
 
     Args:
-        counts: how many weights have which spacing, see `count_spacings`; in rows, for several sets of weights.
+        counts: how many weights have which spacing, see `count_spacings`.
         directions: of the updates.
         learning_rates: in each of `steps`.
         steps: counted from 1.
         weight_decay: decoupled, and part of the same update; 0 if it is a separate operation.
-        storage: where updates are stored.
+        quantum: the spacing of what is stored, relative to the weight's.
+        stochastic: whether it is rounded stochastically, or to nearest.
 
     Returns:
-        Sums over the weights, of the shape of `counts` with steps in place of spacings.
+        Sums over the weights, for each step.
     """
     rates = torch.tensor(learning_rates, dtype=torch.float64)[:, None]
     sample = directions.sample * directions.growth(torch.tensor(steps, dtype=torch.float64))[:, None]
-    exponents = counts.reshape(-1, counts.shape[-1]).any(0).nonzero().flatten()
-    rows = []
-    tables = (spacings_by_exponent(torch.bfloat16), magnitudes())
-    for spacing, magnitude in zip(*(table[exponents].tolist() for table in tables), strict=True):
-        decay = weight_decay * magnitude
+    total = torch.zeros(4, len(steps), dtype=torch.float64)
+    for count, spacing, magnitude in zip(counts, spacings_by_exponent(torch.bfloat16), magnitudes(), strict=True):
+        if not count:
+            continue
+        decay, spacing = weight_decay * magnitude, spacing * quantum
         updates = rates / spacing * (torch.cat((sample + decay, decay - sample), dim=1) if decay else sample)
-        square = updates.square().mean(1)
-        stored, noise = _round_for_storage(updates, square, storage)
-        displacement = (rates / spacing * directions.sample).square().mean(1) * directions.persistence
-        rows.append(torch.stack((square, stored, noise, displacement)) * spacing**2)
-    table = torch.stack(rows) if rows else torch.zeros(0, 4, len(steps), dtype=torch.float64)
-    return RoundedUpdates(*(counts[..., exponents] @ part for part in table.unbind(1)))
-
-
-def _round_for_storage(updates: Tensor, square: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
-    """`E[u·Δ]` and the variance of the noise of updates in units of the weight's spacing, for each row of `updates`."""
-    stored, noise = torch.zeros_like(square), torch.zeros_like(square)
-    for quantum, share in storage.quanta:
-        fraction = updates / quantum
-        if storage.stochastic:
-            fraction -= fraction.floor()
-            noise += share * quantum**2 * (fraction - fraction.square()).mean(1)
+        square, variance = updates.square().mean(1), torch.zeros(len(steps), dtype=torch.float64)
+        stored = square
+        if stochastic:
+            fraction = updates - updates.floor()
+            variance = (fraction - fraction.square()).mean(1)
         else:
-            stored += share * quantum * (updates * fraction.round()).mean(1)
-    return (square, noise) if storage.stochastic else (stored, noise)
+            stored = (updates * updates.round()).mean(1)
+        displacement = (rates / spacing * directions.sample).square().mean(1) * directions.persistence
+        total += count * spacing**2 * torch.stack((square, stored, variance, displacement))
+    return RoundedUpdates(*total)

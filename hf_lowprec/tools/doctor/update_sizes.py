@@ -1,8 +1,7 @@
 r"""Sizes of an optimizer's updates, in units of its learning rate.
 
 The update of a weight is `u = -lr·(r + wd·w)`, with the *direction* `r` and a decoupled weight decay `wd`. Directions
-come from the moments in a checkpoint. Without one, they are predicted for gradients that are noise: independent from
-step to step, Gaussian, of constant variance.
+are predicted for gradients that are noise: independent from step to step, Gaussian, of constant variance.
 
 **Adam, AdamW, StableAdamW**: `r = m̂/√v̂`. With step weights `a_k = (1-β1)·β1^(t-k)/(1-β1^t)`, which add up to 1,
 `m̂ = Σ a_k·g_k`. For β2 near 1, `v̂` is the mean of all `g_k²`. A vector of Gaussian numbers has a uniform direction, so
@@ -26,28 +25,18 @@ What real gradients add:
   (Liu et al., arXiv:2502.16982, section 2.2), up to 1 for small heads. Then updates vanish later than predicted.
 - Gradients that shrink faster than `v̂` forgets (β2 = 0.999: a thousand steps) make `r` smaller, and a denominator in
   which `eps` counts as well. Then updates vanish earlier.
-
-A checkpoint with moments settles both: `r` is computed from them (`hf_lowprec/tools/doctor/update_sizes.py`).
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
-from hf_lowprec.tensor_names import parameter_kinds
-from hf_lowprec.tools.inspection.optimizer_states import ParameterState, read_parameter_states
-
 SAMPLE = 512
 """Directions in a sample."""
-ALL = "all"
-"""All parts of a model together."""
-
 ADAMS = ("adam", "adamw", "stableadamw")
 LION = "lion"
 PREDICTED_ALGORITHMS = (*ADAMS, "adafactor", LION)
@@ -81,11 +70,6 @@ def noise_directions(algorithm: str, betas: tuple[float, float]) -> Directions:
     return Directions(size * _half_normal_sample(), betas[0] if algorithm in ADAMS else 0.0, 1 / size**2)
 
 
-def measured_directions(sample: Tensor, algorithm: str, betas: tuple[float, float]) -> Directions:
-    """Directions of which a sample was taken from a run."""
-    return Directions(sample.double().abs(), 0.0, noise_directions(algorithm, betas).persistence)
-
-
 def adam_size(beta1: float) -> float:
     """Root mean square of the directions of Adam after many steps, if gradients are noise."""
     return math.sqrt((1 - beta1) / (1 + beta1))
@@ -106,47 +90,3 @@ def _half_normal_sample() -> Tensor:
     quantiles = (torch.arange(SAMPLE, dtype=torch.float64) + 0.5) / SAMPLE
     values = math.sqrt(2) * torch.erfinv(quantiles)
     return values / values.square().mean().sqrt()
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@torch.no_grad()
-def saved_directions(folder: Path, weights: StoredTensors) -> dict[str, Tensor]:
-    """Sample the directions of a checkpoint with Adam's moments, by kind.
-
-    Args:
-        folder: the checkpoint.
-        weights: its weights.
-
-    Returns:
-        About `SAMPLE` directions or more for each kind of which moments are found, and for "all"; parameters have
-        shares in proportion to their size. Empty for a folder without moments.
-
-    Raises:
-        InputError: the optimizer state cannot be read.
-    """
-    kinds = parameter_kinds({name: info.shape for name, info in weights.infos.items()})
-    states_of_adam = (s for s in read_parameter_states(folder) if s.group.betas and s.infos.keys() >= {*_MOMENTS})
-    saved = [state for state in states_of_adam if state.step]
-    groups: dict[str, list[ParameterState]] = {ALL: saved} if saved else {}
-    for state in saved:
-        if state.name in kinds:
-            groups.setdefault(kinds[state.name], []).append(state)
-    directions = {}
-    for kind, states in groups.items():
-        sizes = [state.infos[_MOMENTS[0]].shape.numel() for state in states]
-        counts = [min(size, -(-SAMPLE * size // sum(sizes))) for size in sizes]
-        directions[kind] = torch.cat([_directions(state, count) for state, count in zip(states, counts, strict=True)])
-    return directions
-
-
-def _directions(state: ParameterState, count: int) -> Tensor:
-    """`|m̂|/(√v̂ + eps)` of `count` evenly spaced elements (FP64)."""
-    betas, eps, step = state.group.betas, state.group.eps, state.step
-    assert betas is not None and step is not None
-    sampled = []
-    for name, beta in zip(_MOMENTS, betas, strict=True):
-        moment = state.read(name).reshape(-1)
-        sampled.append(moment[torch.arange(count) * moment.numel() // count].double() / (1 - beta**step))
-    return sampled[0].abs() / (sampled[1].sqrt() + eps)
