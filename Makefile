@@ -75,7 +75,7 @@ test-oldest: ## the tests of what trains, in .venv-oldest, at the oldest version
 	  tests/rounding tests/optim tests/reduction tests/monitor tests/casting tests/integrations tests/test_torch_alone.py \
 	  $(addprefix --ignore=tests/casting/test_,contrastive.py every_architecture.py fp32_classes.py \
 	    numbers_of_transformers.py) \
-	  -k "not trackers" $(ARGS)
+	  $(ARGS)
 
 # Where a GPU is, an environment often is too: without .venv the interpreter PYTHON is used as it is.
 test-gpu: ## the step's tests on the GPU of this machine

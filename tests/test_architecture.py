@@ -2,7 +2,7 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding, import_hook, metrics_file, once, tensor_names | itself |
+| L0 | rounding, import_hook, once, tensor_names | itself |
 | L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | tools, one unit per folder | itself, L0 to L2, and the tools of `TOOLS` |
@@ -34,11 +34,10 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-CORE = {"rounding", "metrics_file", "once", "tensor_names", "optim", "casting", "reduction", "monitor", "integrations"}
+CORE = {"rounding", "once", "tensor_names", "optim", "casting", "reduction", "monitor", "integrations"}
 MAY_IMPORT = {
     "import_hook": {"import_hook"},
     "once": {"once"},
-    "metrics_file": {"metrics_file"},
     "tensor_names": {"tensor_names"},
     "rounding": {"rounding"},
     "optim": {"optim", "rounding", "once"},
@@ -283,7 +282,7 @@ def test_files_are_named_for_what_they_do() -> None:
         ("tools.demo.training", "from hf_lowprec.tools.cli import main"),
         ("tools.demo.training", "from hf_lowprec.tools.doctor import checks"),
         ("tools.doctor.checks", "import transformers._internal"),
-        ("tools.plotting.runs", "from hf_lowprec.tools.inspection import plot"),
+        ("tools.plotting", "from hf_lowprec.tools.inspection import report"),
         ("tools.user_inputs.empty_model", "from hf_lowprec.tools.cli import main"),
         ("tools.cli.run", "from transformers.trainer import _private"),
         ("tools.cli.run", "import transformers._internal"),

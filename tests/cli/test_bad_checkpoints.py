@@ -32,7 +32,7 @@ def reading(checkpoint: Path, good: Path, out: Path) -> list[tuple[object, ...]]
         ("export", checkpoint, out),
         ("doctor", checkpoint, "--lr", "1e-3", "--steps", "10"),
         ("estimate", checkpoint),
-        ("plot", checkpoint, "-o", out.with_suffix(".html")),
+        ("plot", checkpoint, "--out", out.with_suffix(".png")),
     ]
 
 

@@ -6,113 +6,126 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import Result
 
 from hf_lowprec.tools.cli import plot as plot_command
 from tests.support.command_output import hf_lowprec, refused
 
 pytest.importorskip("matplotlib")
 
-from tests.support.training.metrics_file import run_record, write_metrics, write_records
+from matplotlib.lines import Line2D
+
+from hf_lowprec.tools.plotting import draw, read_log
 from tests.support.training.tiny_trainer import trained
 
-ROOT = Path(__file__).resolve().parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def run(*words: object) -> Result:
-    return hf_lowprec("plot", *words)
-
-
-@pytest.fixture(scope="module")
-def trainer_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of Trainer: in FP32, and in BF16 with our optimizer."""
-    folder = tmp_path_factory.mktemp("runs")
-    saving = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1, "max_steps": 4}
-    trained(folder / "fp32", optim="adamw_torch", eval_strategy="steps", eval_steps=2, **saving)
-    trained(folder / "bf16", optim="adamw_bf16_kahan", **saving)
+def write_state(folder: Path, *history: Any) -> Path:
+    """The folder, with a Trainer's state that has logged `history`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     return folder
 
 
-def test_runs_of_trainer_are_drawn_side_by_side(
-    trainer_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = run(trainer_runs / "fp32", trainer_runs / "bf16")
+def points(line: Line2D) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in line.get_xydata()]
+
+
+def drawn(**runs: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By title of the panel and label of the line, the points that are drawn of runs."""
+    return {
+        ax.get_title("left").partition(":")[0]: {str(line.get_label()): points(line) for line in ax.lines}
+        for ax in draw({name: read_log(path) for name, path in runs.items()}).axes
+    }
+
+
+def test_what_trainer_has_logged_is_drawn_into_the_runs_folder(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1, "max_steps": 12}
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", eval_strategy="steps", eval_steps=2, **saving)
+    history = trainer.state.log_history
+
+    def logged(name: str) -> list[tuple[float, float]]:
+        return [(entry["step"], entry[name]) for entry in history if name in entry]
+
+    for run in (tmp_path, tmp_path / "checkpoint-12", tmp_path / "checkpoint-12" / "trainer_state.json"):
+        assert drawn(run=run) == {
+            "Loss": {"training": logged("loss"), "evaluation": logged("eval_loss")},
+            "Lost updates": {"all weights": logged("lost_updates")},
+            "Learning rate": {"learning rate": logged("learning_rate")},
+        }
+    result = hf_lowprec("plot", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "fp32: 4 steps" in result.output and "bf16: 4 steps" in result.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf_lowprec_plot.html", "hf_lowprec_plot.png"]
     assert (tmp_path / "hf_lowprec_plot.png").read_bytes().startswith(PNG_SIGNATURE)
-    page = (tmp_path / "hf_lowprec_plot.html").read_text(encoding="utf-8")
-    for name in ("fp32", "bf16"):
-        state = json.loads((trainer_runs / name / "checkpoint-4" / "trainer_state.json").read_text())
-        (loss,) = (entry["loss"] for entry in state["log_history"] if entry["step"] == 4 and "loss" in entry)
-        assert f">{loss:.4g}</td>" in page
-    assert "Lost updates" in page and "evaluation loss" in page
 
 
-def test_one_run_is_drawn_into_its_folder(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "one", "kahan", steps=60, kinds=())
-    for path in (tmp_path / "one", tmp_path / "one" / "hf_lowprec_metrics.jsonl"):
-        result = run(path)
-        assert result.exit_code == 0, result.output
-        for suffix in (".html", ".png"):
-            file = tmp_path / "one" / f"hf_lowprec_plot{suffix}"
-            assert str(file) in result.output.replace("\n", "")
-            file.unlink()
+def test_a_part_of_the_model_counts_as_0_where_it_is_not_logged(tmp_path: Path) -> None:
+    run = write_state(
+        tmp_path,
+        {"step": 1, "loss": 2.0, "lost_updates": 0.5, "lost_updates/mlp": 0.75},
+        {"step": 1, "eval_loss": 3.0},
+        {"step": 2, "loss": float("nan"), "lost_updates": 0.0},
+        {"step": 2, "train_runtime": 10.0},
+    )
+    assert drawn(run=run) == {
+        "Loss": {"training": [(1, 2.0)], "evaluation": [(1, 3.0)]},
+        "Lost updates": {"all weights": [(1, 0.5), (2, 0.0)], "mlp": [(1, 0.75), (2, 0.0)]},
+    }
 
 
-def test_out_names_the_files_and_label_the_runs(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_metrics(tmp_path / name, "nearest", steps=60, kinds=())
-    out = [tmp_path / "new" / name for name in ("plot.svg", "plot.html")]
-    result = run(tmp_path / "a", tmp_path / "b", "--out", out[0], "--out", out[1], "--label", "first", "--label", "2nd")
-    assert result.exit_code == 0, result.output
-    assert [sorted((tmp_path / "new").iterdir())] == [sorted(out)]
-    assert ">2nd</span>" in out[1].read_text(encoding="utf-8")
-    assert "first: 60 steps" in result.output
-    assert "step 60: Rounding lost" in result.output  # findings are printed, too
+def test_runs_share_the_axes_under_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32 = write_state(tmp_path / "$fp32$", {"step": 1, "loss": 1.0})
+    bf16 = write_state(tmp_path / "bf16", {"step": 1, "loss": 2.0, "lost_updates": 0.5, "lost_updates/mlp": 0.75})
+    assert drawn(a=fp32, b=bf16) == {
+        "Loss": {"a: training": [(1, 1.0)], "b: training": [(1, 2.0)]},
+        "Lost updates": {"b: all weights": [(1, 0.5)], "b: mlp": [(1, 0.75)]},
+    }
+    monkeypatch.chdir(tmp_path)
+    for words, file in (([], "hf_lowprec_plot.png"), (["--out", "other.png"], "other.png")):
+        result = hf_lowprec("plot", fp32, bf16, *words)
+        assert result.exit_code == 0 and file in result.output
+        assert Path(file).read_bytes().startswith(PNG_SIGNATURE)
 
 
-def test_misuse_is_a_message(tmp_path: Path) -> None:
-    good = write_metrics(tmp_path / "good", steps=40, kinds=()).parent
-    write_records(write_metrics(tmp_path / "empty", steps=40, kinds=()), [run_record("kahan")])
-    (tmp_path / "file").write_text("")
-    for words, says in (
-        ([tmp_path / "gone"], "there is no file or folder"),
-        ([tmp_path / "empty"], "contains no logged step"),
-        ([tmp_path], "name the output_dir of a training run, such as"),
-        ([good, "--out", "plot.pdf"], "plot.pdf must end in one of .html, .png, .svg"),
-        ([good, "--out", "plot"], "plot must end in one of .html, .png, .svg"),
-        ([good, "--out", tmp_path / "file" / "plot.png"], "name another file with --out"),
-        ([good, "--label", "a", "--label", "b"], "2 labels for 1 run: give --label once per run"),
-        ([good, good], "is the same run as"),
-        ([], "Missing argument"),
-    ):
-        assert says in refused("plot", *words), words
+def test_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
+    for step in (9, 10):
+        write_state(tmp_path / f"checkpoint-{step}", {"step": step, "loss": 1.0})
+    (tmp_path / "checkpoint-11").mkdir()  # not finished
+    assert read_log(tmp_path) == [{"step": 10, "loss": 1.0}]
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot_command, "find_spec", lambda name: None)
-    result = run(write_metrics(tmp_path, steps=40, kinds=()))
-    assert result.exit_code == 1
-    assert "needs matplotlib: pip install 'hf-lowprec[plot]'" in result.output
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "name the output_dir of a run that has saved a checkpoint"),
+        ('{"log_history": [{"st', "trainer_state.json is not readable JSON"),
+        ("[]", "trainer_state.json does not contain a JSON object"),
+        ('{"log_history": 3}', "it has no log_history"),
+        ('{"log_history": []}', "has no logged step"),
+        ('{"log_history": [3, {"step": "1", "loss": 2.0}, {"step": 1, "loss": "2.0"}]}', "has no logged step"),
+    ],
+)
+def test_a_run_that_cannot_be_drawn_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+    if text is not None:
+        (tmp_path / "trainer_state.json").write_text(text)
+    assert says in refused("plot", tmp_path)
 
 
-def test_plotting_needs_no_torch(tmp_path: Path) -> None:
-    metrics = write_metrics(tmp_path, steps=40, kinds=())
-    code = f"""
-import sys
-from pathlib import Path
-from hf_lowprec.tools.cli.plot import write_plot
-from hf_lowprec.tools.plotting.runs import load_runs
-write_plot(load_runs([Path({str(metrics)!r})]), Path({str(tmp_path / "plot.html")!r}))
-assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert (tmp_path / "plot.html").exists()
+def test_paths_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    run = write_state(tmp_path / "run", {"step": 1, "loss": 1.0})
+    assert "there is no file or folder" in refused("plot", tmp_path / "gone")
+    for out in (tmp_path / "gone" / "plot.png", "plot.xyz"):
+        assert "cannot be written" in refused("plot", run, "--out", out)
+
+
+def test_without_matplotlib_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; from hf_lowprec.__main__ import main; main()"
+    command = [sys.executable, "-c", code, "plot", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == "Error: plot needs matplotlib: pip install 'hf-lowprec[plot]'\n"
 
 
 def test_the_plot_option_of_other_commands_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

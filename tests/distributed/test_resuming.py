@@ -17,7 +17,7 @@ from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-NOT_NEEDED = ("generation_config.json", "hf_lowprec_metrics.jsonl", "hf_lowprec_parameters.json")
+NOT_NEEDED = ("generation_config.json", "hf_lowprec_parameters.json")
 """Files that no Trainer reads when it resumes; their loss is only worth a warning."""
 
 

@@ -1,6 +1,5 @@
 """The examples run as a reader would run them, and learn."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from accelerate.commands import launch
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from hf_lowprec.metrics_file import METRICS_NAME
+from hf_lowprec.monitor.findings_catalogue import FAULTS
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import run_ranks
 
@@ -21,7 +20,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(script: str, *words: object) -> str:
     result = forkserver.run(EXAMPLES / script, [str(word) for word in words], timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    return result.stdout + result.stderr
 
 
 # Losses in nats: of 512 tokens a uniform guess costs 6.24, of two classes 0.69.
@@ -48,12 +47,9 @@ def test_a_recipe_learns(tmp_path, recipe):
     if recipe in ("lora_sft", "dpo"):
         pytest.importorskip("trl")
         pytest.importorskip("peft")
-    # Every fifth step is measured, which is where a monitor would find something to warn of.
     words = ("--smoke", "--output_dir", tmp_path, "--disable_tqdm", "True", "--logging_steps", 5)
     out = run(f"{recipe}.py", *words)
-    records = [json.loads(line) for line in (tmp_path / METRICS_NAME).read_text().splitlines()]
-    measured = [record for record in records if "precision" in record]
-    assert measured and not any(record["findings"] for record in measured), measured
+    assert "lost_updates" in out and [fault.what for fault in FAULTS.values() if fault.what in out] == []
     before, after = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", out).groups())
     assert after < RECIPES[recipe] < before
     mode = "stochastic" if recipe in ("continued_pretraining", "cooldown") else "split"

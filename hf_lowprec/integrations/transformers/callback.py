@@ -20,7 +20,6 @@ from hf_lowprec.integrations.transformers.reports.precision_report import precis
 from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
-from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
@@ -52,7 +51,8 @@ class LowPrecisionCallback(TrainerCallback):
     in Trainer's constructor, before it is moved to the device.
 
     If one of our optimizers trains 16-bit weights, every training log gets `lost_updates`: the share of that step's
-    weight changes that was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets
+    weight changes that was lost in rounding, from 0 (none) to 1 (all). Where it is clearly above 0 for a part of the
+    model, the log says so by part, as in `lost_updates/attention`. Where something else is lost, the log also gets
     `lost_second_moment` and `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight
     decay, and `norms_never_moved`, the share of norm weights that have not changed since training began. If one of
     these numbers, or anything else, shows that part of the training has no effect, there is one warning, with any
@@ -121,12 +121,6 @@ class LowPrecisionCallback(TrainerCallback):
         self.keep_low_bits = keep_low_bits
         self.rounding_schedule = options.rounding_schedule
         self._trained: nn.Module | None = None
-        self.report_text = ""
-        """The precision report, on rank 0, once training has begun."""
-        self.precision: StepPrecision | None = None
-        """The measurement of the step that is being logged; None if it was not measured."""
-        self.findings: list[Finding] = []
-        """The findings at this log."""
         self.weights_match_optimizer = False
         """True while a run takes steps: the model has the weights that the optimizer's compensations belong to."""
         self._monitor: RunMonitor | None = None
@@ -197,11 +191,9 @@ class LowPrecisionCallback(TrainerCallback):
         if collector := collector_of(optimizer):
             collector.start()  # the last run of this Trainer has stopped it
         self._watch(optimizer, kwargs["model"], state)
-        if state.is_world_process_zero:
+        if self.report and state.is_world_process_zero:
             notes = self._notes(args, state, optimizer, kwargs["model"])
-            self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, notes)
-            if self.report:
-                print(self.report_text)
+            print(precision_report(kwargs["model"], optimizer, self.cast_report, notes))
         self.weights_match_optimizer = True
 
     def _notes(self, args: TrainingArguments, state: TrainerState, optimizer: Any, model: nn.Module) -> list[str]:
@@ -222,7 +214,7 @@ class LowPrecisionCallback(TrainerCallback):
         """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
         if self._monitor is not None:
             self._monitor.close()
-        self._monitor, self.precision, self.findings = None, None, []
+        self._monitor = None
         if self.log_lost_updates and steps_16_bit_weights(optimizer):
             self._monitor = RunMonitor(optimizer, model, warns=state.is_world_process_zero, across_ranks=True)
 
@@ -255,24 +247,16 @@ class LowPrecisionCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Warn of findings; add the precision of the step and `skipped_steps` to the logs and the state's history."""
-        self.precision, self.findings = None, []
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
-        self._evaluate()
-        if self.precision is not None:
-            additions |= logged_numbers(self.precision)
+        if self._monitor is not None and (precision := self._monitor.evaluate_and_warn()) is not None:
+            additions |= logged_numbers(precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
             additions[SKIPPED_STEPS] = optimizer.skipped_steps
         logs |= additions
         state.log_history[-1] |= additions
-
-    def _evaluate(self) -> None:
-        """Evaluate what was measured since the last log, and warn of findings."""
-        if self._monitor is not None:
-            self._monitor.evaluate_and_warn()
-            self.precision, self.findings = self._monitor.precision, self._monitor.findings
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -283,7 +267,7 @@ class LowPrecisionCallback(TrainerCallback):
         loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
         """
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._evaluate()
+            self._monitor.evaluate_and_warn()
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self._stop_watching(optimizer)
         self.weights_match_optimizer = False
@@ -340,13 +324,17 @@ def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
     """The numbers for Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
 
-    `lost_updates` comes with its standard error if that is too large to tell whether more than half is lost. The
-    metrics file and trackers get all numbers.
+    `lost_updates` comes with its standard error if that is too large to tell whether more than half is lost, and is
+    also there for each part of the model that has lost some.
     """
     whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
+    parts = {f"{LOST_UPDATES}/{kind}": values for kind, values in precision.by_kind.items() if kind != ALL}
     numbers = {LOST_UPDATES: whole[LOST_UPDATES]} if LOST_UPDATES in whole else {}
     error = whole.get(f"{LOST_UPDATES}_error", 0.0)
     if STANDARD_ERRORS * error > LOST:
         numbers[f"{LOST_UPDATES}_error"] = error
+    numbers |= {
+        name: values[LOST_UPDATES] for name, values in parts.items() if is_lost(values, LOST_UPDATES, more_than=0.0)
+    }
     numbers |= {name: whole[name] for name in LOST_SHARES if is_lost(whole, name, more_than=0.0)}
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if is_lost(norms, "never_moved", more_than=0.0) else {})

@@ -11,7 +11,6 @@ from transformers import Trainer
 
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter
-from hf_lowprec.integrations.transformers.reports.run_metrics import MetricsFileCallback
 
 _ATTRIBUTE = "_hf_lowprec"
 """The Trainer's attribute that holds its `Attachment`."""
@@ -49,20 +48,18 @@ class Attachment:
 
     Attributes:
         callback: the callback that the Trainer was built with.
-        metrics: the callback that writes its metrics file.
         manifests: the writer of its checkpoints' manifests; a new one for each run.
         saves_checkpoint: whether it is saving a checkpoint.
     """
 
     callback: LowPrecisionCallback
-    metrics: MetricsFileCallback
     manifests: ManifestWriter = dataclasses.field(default_factory=ManifestWriter)
     saves_checkpoint: bool = False
 
 
 def attach(trainer: Trainer, callback: LowPrecisionCallback) -> None:
     """Make `trainer` one of ours."""
-    setattr(trainer, _ATTRIBUTE, Attachment(callback, MetricsFileCallback(callback)))
+    setattr(trainer, _ATTRIBUTE, Attachment(callback))
 
 
 def attachment_of(trainer: Trainer) -> Attachment | None:

@@ -82,10 +82,9 @@ def build(call: TrainerCall) -> None:
     if type(trainer).create_optimizer is not Trainer.create_optimizer:  # it need not call Trainer's
         wrap_method(trainer, "create_optimizer", _create_optimizer_of_subclass)
     wrap_method(trainer.callback_handler, "on_save", functools.partial(complete_manifest, call.attachment))
-    # Ours comes first, so that trackers and the user's callbacks see what it adds to the logs.
+    # Ours comes first, so that other callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
-    order.insert(1, call.attachment.metrics)
 
 
 def create_accelerator(call: TrainerCall) -> None:

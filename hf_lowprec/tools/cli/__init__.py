@@ -25,6 +25,10 @@ class _FlagsWithoutType:
         return params
 
 
+_EXTRAS = {**dict.fromkeys(("accelerate", "packaging", "safetensors", "transformers"), "trainer"), "matplotlib": "plot"}
+"""Packages that commands may find missing, and the extra that installs them."""
+
+
 class _Group(_FlagsWithoutType, TyperGroup):
     """All commands."""
 
@@ -37,9 +41,10 @@ class _Command(_FlagsWithoutType, TyperCommand):
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
             library = (error.name or "").partition(".")[0]
-            if self.name == "run" or library not in ("accelerate", "packaging", "safetensors", "transformers"):
+            extra = _EXTRAS.get(library)
+            if self.name == "run" or extra is None:
                 raise
-            typer.echo(f"Error: {self.name} needs {library}: pip install 'hf-lowprec[trainer]'", err=True)
+            typer.echo(f"Error: {self.name} needs {library}: pip install 'hf-lowprec[{extra}]'", err=True)
             raise typer.Exit(1) from None
 
 

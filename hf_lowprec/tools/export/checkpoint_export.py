@@ -45,7 +45,6 @@ from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, Para
 from hf_lowprec.integrations.transformers.checkpoints import damage
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, replace_file
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
-from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.tools.export.weight_layout import WeightLayout
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
@@ -55,7 +54,7 @@ _NOT_OF_A_MODEL = re.compile(
     r"|optimizer_\d+$|pytorch_model|model.*\.safetensors|adapter_model\.|global_step|latest$|zero_to_fp32"
     r"|(consolidated|tf_model|flax_model)\.|checkpoint-"
     rf"|{re.escape(TRAINER_STATE_NAME)}$|training_args\.bin$|{re.escape(MANIFEST_NAME)}"
-    rf"|{re.escape(PARAMETERS_NAME)}$|{re.escape(METRICS_NAME)}$|config\.json$|\.metadata$"
+    rf"|{re.escape(PARAMETERS_NAME)}$|config\.json$|\.metadata$"
 )
 """Files and folders of a checkpoint, or of the model that training started from, that an exported folder does not get,
 or that are written anew."""

@@ -7,7 +7,6 @@ from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.metrics_file import read_metrics
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
@@ -60,9 +59,7 @@ def test_weights_and_logs_are_those_of_the_ordinary_step(tmp_path, optim):
     released = trained(tmp_path / "b", optim_args=RELEASED, callbacks=[alive], **settings)
     assert_same_weights(ordinary, released)
     assert logged(ordinary) == logged(released)
-    first, second = ([step.measured for step in read_metrics(tmp_path / run).parts[0].steps] for run in "ab")
-    measured = {"lost_updates", "never_moved"} | (set() if optim.startswith("adafactor") else {"lost_second_moment"})
-    assert first == second and measured <= {*first[0].by_kind["all"]}
+    assert all("lost_updates" in entry for entry in logged(released)[:-1])
     assert alive.most < 0.35
     assert not any("grad_norm" in entry for entry in released.state.log_history)  # no step needs it
 

@@ -21,9 +21,8 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolde
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ZERO_STATES, files_of_index
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.manifest import CHUNK_BYTES, Manifest, checksums
-from hf_lowprec.metrics_file import METRICS_NAME
 
-_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md", PARAMETERS_NAME, METRICS_NAME)
+_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md", PARAMETERS_NAME)
 """Files that no Trainer needs to resume. (Sentence-transformers' needs `config.json` and the tokenizer files.)"""
 _OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", ZERO_STATES)
 _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")

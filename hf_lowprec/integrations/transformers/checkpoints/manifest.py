@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.checkpoint_files.json_files import read_json
-from hf_lowprec.metrics_file import METRICS_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ _BEING_SAVED = "checkpoint-is-incomplete.txt"
 _LOADED_IF_PRESENT = (
     "optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*",
-    METRICS_NAME,
 )  # fmt: skip
 """Files and folders that are loaded if they exist, even those of an earlier checkpoint in the same folder."""
 _ENDS_OF_FILES = {

@@ -33,7 +33,6 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import (
 )
 from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_weights, save_weights
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
-from hf_lowprec.integrations.transformers.reports.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import Attachment, TrainerCall
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.state.low_bits import keep_low_bits
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(call: TrainerCall) -> Any:
-    """`Trainer.train`: choose a good checkpoint to resume from, begin the run's manifests and its metrics file.
+    """`Trainer.train`: choose a good checkpoint to resume from, and begin the run's manifests.
 
     If training raises an exception, end the run as far as the callback can.
 
@@ -56,11 +55,8 @@ def train(call: TrainerCall) -> Any:
         check_state_dict_type(Path(checkpoint), private_apis.state_dict_type(call.trainer))
     call.arguments["resume_from_checkpoint"] = checkpoint
     call.attachment.manifests = ManifestWriter(manifest_of(checkpoint))
-    folder = private_apis.checkpoint_folder(call.trainer, call.arguments.get("trial")).parent
-    call.attachment.metrics.begin(folder, Path(checkpoint) if isinstance(checkpoint, str) else None)
     with (
         private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext(),
-        reporting_precision(call.trainer.callback_handler, call.attachment.callback),
         _ending_by_error(call),
     ):
         return call.proceed()
@@ -102,8 +98,6 @@ def save_checkpoint(call: TrainerCall) -> None:
         write_parameter_names(folder, trainer.model, [trainer.optimizer])
         if private_apis.saves_sharded(trainer):  # Trainer would write weights alone
             write_model_description(folder, trainer.model, trainer.processing_class)
-        if trainer.is_world_process_zero():
-            call.attachment.metrics.copy_to(folder)
     trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is marked as incomplete
     call.attachment.saves_checkpoint = True
     try:

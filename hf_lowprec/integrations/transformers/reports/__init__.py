@@ -1,1 +1,1 @@
-"""Reports of a run: its measurements, the precision report, the metrics file, trackers."""
+"""Reports of a run: its measurements, the precision report."""

@@ -48,10 +48,6 @@ class RunMonitor:
     ) -> None:
         self.measured = False
         """True if a step was measured since the last log."""
-        self.precision: StepPrecision | None = None
-        """The measurement of the step that is being logged."""
-        self.findings: list[Finding] = []
-        """The findings of that measurement."""
         self.found: set[str] = set()
         """The codes of the findings so far."""
         self._were_unused = False
@@ -76,21 +72,21 @@ class RunMonitor:
         """Return whether a step was measured that no log will show, since the run has no training log at all."""
         return self.measured and _is_never_logged(args, state)
 
-    def evaluate_and_warn(self) -> None:
-        """Evaluate what was measured since the last log, and warn of what was not found before."""
+    def evaluate_and_warn(self) -> StepPrecision | None:
+        """Evaluate what was measured since the last log, warn of what was not found before, and return the numbers."""
         measured, self.measured = self.measured, False
-        self.precision, self.findings = None, []
         if self._ended:
             self.close()
         if self._monitor is None or not measured:
-            return
+            return None
         with self._surviving_errors():
-            self.precision, self.findings = self._monitor.last, self._monitor.findings()
-            self._tell(self._monitor.unused)
+            self._tell(self._monitor.findings(), self._monitor.unused)
+            return self._monitor.last
+        return None
 
-    def _tell(self, unused: list[str]) -> None:
+    def _tell(self, findings: list[Finding], unused: list[str]) -> None:
         """Warn of findings that are new, and note parameters that have become unused since the last call."""
-        new = [finding for finding in self.findings if finding.code in self._codes and finding.code not in self.found]
+        new = [finding for finding in findings if finding.code in self._codes and finding.code not in self.found]
         self.found.update(finding.code for finding in new)
         were_unused, self._were_unused = self._were_unused, bool(unused)
         if not self._warns:

@@ -33,7 +33,6 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     read_manifest,
 )
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, choose_checkpoint
-from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
 
@@ -103,7 +102,7 @@ def test_an_index_without_a_map_is_damaged(tmp_path):
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
 STATE = "trainer_state.json"
 LOADED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE, "config.json")
-NOT_NEEDED = ("generation_config.json", METRICS_NAME, "hf_lowprec_parameters.json", "training_args.bin")
+NOT_NEEDED = ("generation_config.json", "hf_lowprec_parameters.json", "training_args.bin")
 WRITTEN = (*LOADED, *NOT_NEEDED)
 
 

@@ -1,1 +1,0 @@
-"""`hf-lowprec plot`: what training runs have logged, as a picture and as a page. Nothing here imports torch."""
