@@ -1,8 +1,8 @@
-"""Accumulate the gradients of micro-batches without losing what each addition rounds off.
+"""Accumulate the gradients of micro-batches in FP32.
 
 torch accumulates into `p.grad` in the parameter's dtype and rounds at each micro-batch, which loses accuracy just as a
-BF16 sum over ranks does. A hook on each parameter keeps the rounding error. `p.grad` is the rounded sum at all times,
-so clipping, DDP and the optimizer find what they expect.
+BF16 sum over ranks does. A hook on each parameter adds to an FP32 sum instead. `p.grad` is the rounded sum at all
+times, so clipping, DDP and the optimizer find what they expect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_lowprec.reduction.private_torch_apis import is_view, version_of
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
-GradAccumulation = Literal["nearest", "kahan", "fp32"]
+GradAccumulation = Literal["nearest", "fp32"]
 """Values of the option `grad_accumulation`; `"nearest"` is torch's own accumulation."""
 
 
@@ -35,30 +35,26 @@ def check_grad_accumulation(grad_accumulation: str) -> GradAccumulation:
     return cast(GradAccumulation, grad_accumulation)
 
 
-def accumulator_bytes(params: Iterable[Tensor], mode: str) -> int:
-    """Bytes that `mode` will hold in addition to the gradients of `params`."""
-    return sum(p.numel() * _remainder_dtype(p, mode).itemsize for p in params if _is_accumulated(p, mode))
+def accumulator_bytes(params: Iterable[Tensor]) -> int:
+    """Bytes that a `GradientAccumulator` will hold in addition to the gradients of `params`."""
+    return sum(p.numel() * _sum_dtype(p).itemsize for p in params if _is_accumulated(p))
 
 
-def _is_accumulated(param: Tensor, mode: str) -> bool:
+def _is_accumulated(param: Tensor) -> bool:
     """Return whether the gradients of `param` are accumulated here instead of by torch."""
-    dtypes = {"nearest": (), "kahan": LOW_PRECISION_DTYPES, "fp32": (*LOW_PRECISION_DTYPES, torch.float32)}[mode]
-    return param.requires_grad and param.dtype in dtypes
+    return param.requires_grad and param.dtype in (*LOW_PRECISION_DTYPES, torch.float32)
 
 
-def _remainder_dtype(gradient: Tensor, mode: str) -> torch.dtype:
-    """The dtype of a `_Remainder`: the gradient's for a residual, a wider one for a whole sum."""
-    if mode == "kahan":
-        return gradient.dtype
+def _sum_dtype(gradient: Tensor) -> torch.dtype:
     return torch.float32 if gradient.dtype in LOW_PRECISION_DTYPES else torch.float64
 
 
 @dataclass
-class _Remainder:
-    """The part of a sum that is kept in addition to `p.grad`.
+class _Sum:
+    """A sum in a wider dtype than `p.grad`, which is the rounded one.
 
     Attributes:
-        value: with `"fp32"` the whole sum in a wider dtype, with `"kahan"` the sum's residual: exact sum − `p.grad`.
+        value: the sum.
         grad_version: version of `p.grad` after the last addition. If it differs later, other code wrote to `p.grad`.
     """
 
@@ -67,7 +63,8 @@ class _Remainder:
 
 
 class GradientAccumulator:
-    """Accumulates the gradients of a step's micro-batches, in FP32 or in 16 bits with a 16-bit residual.
+    """Accumulates the gradients of a step's micro-batches in FP32; those of FP32 parameters (norms) in FP64, as the
+    reduction over ranks does.
 
     A new sum begins when `p.grad` is None or was modified by other code (`zero_grad(set_to_none=False)`, clipping). If
     gradients are views of a bucket (`gradient_as_bucket_view=True`) and there is only one rank, such modifications are
@@ -76,26 +73,24 @@ class GradientAccumulator:
     Args:
         model: its trainable parameters get hooks, which replace those of an earlier accumulator. Call
             `watch_parameters` after parameters were unfrozen or replaced.
-        mode: `"fp32"`, which sums gradients of FP32 parameters (norms) in FP64, as the reduction over ranks does; or
-            `"kahan"`, which leaves FP32 parameters to torch.
     """
 
-    def __init__(self, model: nn.Module, mode: str) -> None:
-        self.__setstate__({"model": model, "mode": mode})
+    def __init__(self, model: nn.Module) -> None:
+        self.__setstate__({"model": model})
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the sums, because torch pickles parameters without gradients and hooks."""
-        return {"model": self._model(), "mode": self.mode}
+        return {"model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        model, self.mode = state["model"], state["mode"]
+        model = state["model"]
         if model is None:  # it had been deleted before pickling
             model = nn.Module()
         self._model = weakref.ref(model)
         if model in _accumulators:
             _accumulators[model].remove()
         _accumulators[model] = self
-        self._remainders: dict[nn.Parameter, _Remainder] = {}
+        self._sums: dict[nn.Parameter, _Sum] = {}
         self._handles: Any = WeakIdKeyDictionary()  # the hook of each parameter that has one
         self.watch_parameters()
 
@@ -107,19 +102,19 @@ class GradientAccumulator:
         model = self._model()
         params = [] if model is None else list(model.parameters())
         for param in params:
-            if param not in self._handles and _is_accumulated(param, self.mode):
+            if param not in self._handles and _is_accumulated(param):
                 self._handles[param] = param.register_hook(self._make_hook(param))
-        for replaced in self._remainders.keys() - set(params):
-            del self._remainders[replaced]
+        for replaced in self._sums.keys() - set(params):
+            del self._sums[replaced]
 
     @property
     def nbytes(self) -> int:
         """Bytes held in addition to the gradients."""
-        return sum(remainder.value.nbytes for remainder in self._remainders.values())
+        return sum(each.value.nbytes for each in self._sums.values())
 
     def restart(self) -> None:
         """Begin a new sum. Call it when `p.grad` is final, for example after the reduction over ranks."""
-        self._remainders.clear()
+        self._sums.clear()
 
     def remove(self) -> None:
         """Remove the hooks and discard the sums, so that torch accumulates again."""
@@ -141,23 +136,15 @@ class GradientAccumulator:
         """
         total = param.grad
         if total is None:
-            self._remainders.pop(param, None)
+            self._sums.pop(param, None)
             return gradient
-        remainder = self._remainders.get(param)
+        exact = self._sums.get(param)
         # Views of a bucket share the version of the whole bucket.
-        if remainder is None or (not is_view(total) and remainder.grad_version != version_of(total)):
-            dtype = _remainder_dtype(total, self.mode)
-            value = total.to(dtype) if self.mode == "fp32" else torch.zeros_like(total, dtype=dtype)
-            remainder = self._remainders[param] = _Remainder(value, 0)
-        if self.mode == "fp32":
-            remainder.value += gradient
-            total.copy_(remainder.value)
-        else:
-            exact = remainder.value.float().add_(gradient).add_(total)
-            total.copy_(exact)
-            residual = exact.sub_(total)
-            remainder.value.copy_(torch.where(residual.isfinite(), residual, 0))
-        remainder.grad_version = version_of(total) + 1
+        if exact is None or (not is_view(total) and exact.grad_version != version_of(total)):
+            exact = self._sums[param] = _Sum(total.to(_sum_dtype(total)), 0)
+        exact.value += gradient
+        total.copy_(exact.value)
+        exact.grad_version = version_of(total) + 1
         # Autograd adds minus zero, which changes nothing, not even the sign of a zero.
         return gradient.new_full((), -0.0).expand_as(gradient)
 

@@ -29,7 +29,7 @@ class ReductionStatus:
     """The reductions that `prepare_accelerator` has set up so far. It is filled in as models are prepared; `print` it.
 
     Attributes:
-        grad_accumulation: how gradients of micro-batches are accumulated: `"nearest"`, `"kahan"` or `"fp32"`.
+        grad_accumulation: how gradients of micro-batches are accumulated: `"nearest"` or `"fp32"`.
         reduction: who sums gradients over ranks, in which order: `"rank_order"` or `"nccl"`.
         models: the models whose gradients are summed in FP32 over ranks.
         accumulators: one for each model whose micro-batches are not accumulated by torch.
@@ -52,9 +52,10 @@ class ReductionStatus:
             f"{_describe_scratch(model.scratch.nbytes)}"
             for model in self.models
         ]
-        if self.grad_accumulation != "nearest":
-            extra = {"kahan": "a 16-bit residual, 2 bytes", "fp32": "an FP32 sum, 4 bytes"}[self.grad_accumulation]
-            lines.append(f"micro-batches: {extra} per parameter in addition to the gradient, from the second one on")
+        if self.grad_accumulation == "fp32":
+            lines.append(
+                "micro-batches: an FP32 sum, 4 bytes per parameter in addition to the gradient, from the second one on"
+            )
         return lines + self.notes
 
     def __str__(self) -> str:

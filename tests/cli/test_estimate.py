@@ -196,15 +196,12 @@ def test_a_folder_without_a_configuration(tmp_path):
     assert "there is no config.json in" in refused(tmp_path)
 
 
-@pytest.mark.parametrize(("mode", "each", "norm"), [("nearest", 0, 0), ("kahan", 2, 0), ("fp32", 4, 8)])
-def test_residual_bytes_are_those_held(mode, each, norm):
+def test_bytes_of_fp32_sums_are_those_held():
     model = nn.ModuleDict({"linear": nn.Linear(5, 3).bfloat16(), "norm": nn.LayerNorm(3)})
     model["frozen"] = nn.Linear(2, 2).bfloat16().requires_grad_(False)
-    expected = accumulator_bytes(model.parameters(), mode)
-    assert expected == 18 * each + 6 * norm
-    if mode == "nearest":
-        return
-    sums = GradientAccumulator(model, mode)
+    expected = accumulator_bytes(model.parameters())
+    assert expected == 18 * 4 + 6 * 8
+    sums = GradientAccumulator(model)
     for _ in range(2):
         hidden: Tensor = model["linear"](torch.ones(1, 5, dtype=torch.bfloat16)).float()
         model["norm"](hidden).square().sum().backward()
@@ -222,9 +219,6 @@ def test_what_cannot_be_estimated_is_said(tmp_path):
     folder = write_config(tmp_path / "bert", BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]))
     assert "unknown: adamw_torch; valid are" in refused(folder, "--optim", "adamw_torch")
     assert "'state_dtpe' is not an argument" in refused(folder, "--optim-args", "state_dtpe=float32")
-    assert "'kahan' is not supported with FSDP2" in refused(
-        folder, "--gpus", 2, "--optim-args", "grad_accumulation=kahan"
-    )
     assert "no file or folder" in refused(tmp_path / "absent")
     config = BertConfig(architectures=["BertOfTomorrow"])
     assert "class BertOfTomorrow, which is none of" in refused(write_config(tmp_path / "tomorrow", config))

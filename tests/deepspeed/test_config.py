@@ -1,14 +1,11 @@
 """Settings and optimizers that are not supported under DeepSpeed are refused, and nothing is changed then."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 
 import hf_lowprec
-from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.deepspeed.config import BF16_FLAGS, check_config, set_bf16_flags
 from hf_lowprec.optim import Adafactor, Muon, Prodigy, ScheduleFreeAdamW, StableAdamW
 from hf_lowprec.rounding.low_bits import low_bits
@@ -58,20 +55,6 @@ def test_flags_that_are_not_set_are_named():
     assert set_bf16_flags(config) == [f"bf16.{name}" for name in BF16_FLAGS[1:]]
     assert config["bf16"] == dict.fromkeys(BF16_FLAGS, True) and config["zero_allow_untested_optimizer"]
     assert set_bf16_flags(config) == []
-
-
-def test_kahan_accumulation():
-    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})
-    accelerator = SimpleNamespace(
-        distributed_type=DistributedType.DEEPSPEED,
-        mixed_precision="no",
-        ddp_handler=None,
-        gradient_state=SimpleNamespace(plugin_kwargs={}),
-        state=SimpleNamespace(deepspeed_plugin=plugin),
-    )
-    check_supported(accelerator, "fp32", "rank_order")
-    with pytest.raises(ValueError, match=r"grad_accumulation='kahan' is not supported with DeepSpeed.*use 'fp32' or"):
-        check_supported(accelerator, "kahan", "rank_order")
 
 
 def stepped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

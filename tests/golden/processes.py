@@ -81,9 +81,7 @@ def record(kind: str, runs: list[str]) -> dict[str, Any]:
     """Digests of algorithms and modes, and of AdamW with each way to add micro-batches up; that alone on three."""
     found: dict[str, Any] = {}
     for algorithm, mode in [("AdamW", "kahan")] if KINDS[kind] == 3 else map(str.split, runs):
-        accumulations = ["nearest", "kahan", "fp32"] if (algorithm, mode) == ("AdamW", "kahan") else ["fp32"]
-        if kind.startswith("FSDP2") and "kahan" in accumulations:
-            accumulations.remove("kahan")  # which FSDP2 does not do
+        accumulations = ["nearest", "fp32"] if (algorithm, mode) == ("AdamW", "kahan") else ["fp32"]
         found[f"{algorithm} {mode}"] = {
             f"grad_accumulation={accumulation}": train(kind, algorithm, mode, accumulation)
             for accumulation in accumulations

@@ -91,11 +91,6 @@ def differences_apart(recorded: dict[str, Any], found: dict[str, Any], runs: lis
     entries = {*runs, *trainer.entries(runs)}
     for kind, section in SECTIONS.items():
         wanted = {run: case for run, case in recorded[section].items() if run in entries}
-        if kind.startswith("FSDP2"):
-            wanted = {
-                run: {name: entry for name, entry in case.items() if name != "grad_accumulation=kahan"}
-                for run, case in wanted.items()
-            }
         yield from differences(wanted, found[kind], kind)
 
 

@@ -121,7 +121,7 @@ def steps() -> None:
         learn(model, optimizer)
         norms = [optimizer.grad_norm]
         if not optimizer.gradient_release:
-            GradientAccumulator(model, "kahan")
+            GradientAccumulator(model)
             for micro_batch in range(3):
                 backward(model, micro_batch)
             norms.append(optimizer.clip_grad_norm_(0.5))

@@ -97,8 +97,8 @@ def prepare_accelerator(
     Args:
         accelerator: an Accelerator that has not prepared a model yet.
         grad_accumulation: how the gradients of micro-batches are accumulated: `"nearest"` (as in torch, in the
-            parameters' dtype), `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per
-            parameter). Parameters that are unfrozen or replaced later are included if `accelerator.backward` is called.
+            parameters' dtype) or `"fp32"` (4 bytes per parameter). Parameters that are unfrozen or replaced later are
+            included if `accelerator.backward` is called.
         reduction: how FSDP2 sums gradients over ranks: `"rank_order"` (by this package, with the same bits on every
             machine) or `"nccl"` (by NCCL in symmetric memory, in an order of its choice; needs NVLink).
 
@@ -328,7 +328,7 @@ def _prepare_model(
     _compare_models(accelerator, reduction, model)
     accumulator = None
     if reduction.grad_accumulation != "nearest":
-        accumulator = GradientAccumulator(model, reduction.grad_accumulation)
+        accumulator = GradientAccumulator(model)
         reduction.accumulators.append(accumulator)
     wrapped = {id(module) for module in model.modules()}
     low_bits = take_low_bits(model) if accelerator.num_processes > 1 else {}
@@ -353,18 +353,18 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
     are complete on their ranks. The others are summed here.
 
     Raises:
-        ValueError: the gradients of micro-batches cannot be accumulated as requested, or parallelism is not supported.
+        ValueError: parallelism is not supported.
         RuntimeError: the ranks' models or settings differ.
     """
     sizes: Any = model.config.distributed_config  # type: ignore[union-attr]
-    check_sizes(sizes, reduction.grad_accumulation)
+    check_sizes(sizes)
     _compare_models(accelerator, reduction, model)
     for module, group, forward in private_apis.partial_gradients(model):
         partial = PartialGradients(module, group)
         partial.watch()
         module.forward = functools.partial(_watching, partial, forward)
     if reduction.grad_accumulation != "nearest":  # of what FSDP2 has not sharded
-        reduction.accumulators.append(GradientAccumulator(model, reduction.grad_accumulation))
+        reduction.accumulators.append(GradientAccumulator(model))
     if sizes.dp_size > 1:
         dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
         in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or reduction.grad_accumulation == "fp32"

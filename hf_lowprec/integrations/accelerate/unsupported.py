@@ -22,10 +22,6 @@ _SETTINGS = {
     DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
 }
 """The settings that select a type, if they have other names than the type."""
-_KAHAN_UNDER_FSDP2 = (
-    "grad_accumulation='kahan' is not supported with FSDP2, which accumulates micro-batches itself; use 'fp32' or "
-    "'nearest'"
-)
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
@@ -63,7 +59,7 @@ def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) ->
     else:
         _check_parallelism(accelerator.parallelism_config, kind)
     if kind == DistributedType.FSDP:
-        _check_fsdp(accelerator, grad_accumulation)
+        _check_fsdp(accelerator)
     if reduction == "nccl":
         _check_nccl(accelerator, grad_accumulation)
 
@@ -71,11 +67,6 @@ def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) ->
 def _check_deepspeed(accelerator: Any, grad_accumulation: str) -> None:
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     check_config(config | ({"data_types": {"grad_accum_dtype": "fp32"}} if grad_accumulation == "fp32" else {}))
-    if grad_accumulation == "kahan":
-        raise ValueError(
-            "grad_accumulation='kahan' is not supported with DeepSpeed, which accumulates micro-batches itself; use "
-            "'fp32' or 'nearest'"
-        )
 
 
 def _check_parallelism(config: Any, kind: DistributedType) -> None:
@@ -106,7 +97,7 @@ def check_sharded_at_load(accelerator: Any, model: Any) -> None:
         )
 
 
-def check_sizes(sizes: Any, grad_accumulation: str) -> None:
+def check_sizes(sizes: Any) -> None:
     """Check the `DistributedConfig` of a model that transformers has sharded while loading it.
 
     Raises:
@@ -117,11 +108,9 @@ def check_sizes(sizes: Any, grad_accumulation: str) -> None:
             f"DistributedConfig(pp_size={sizes.pp_size}): pipeline parallelism is not supported; use fsdp_size, "
             "tp_size and ep_size"
         )
-    if sizes.dp_size > 1 and grad_accumulation == "kahan":
-        raise ValueError(_KAHAN_UNDER_FSDP2)
 
 
-def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
+def _check_fsdp(accelerator: Any) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
@@ -133,8 +122,6 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
             "FullyShardedDataParallelPlugin(mixed_precision_policy=…) would cast parameters or gradients again; "
             "remove it"
         )
-    if grad_accumulation == "kahan":
-        raise ValueError(_KAHAN_UNDER_FSDP2)
 
 
 def _check_nccl(accelerator: Any, grad_accumulation: str) -> None:

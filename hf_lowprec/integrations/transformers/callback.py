@@ -201,7 +201,7 @@ class LowPrecisionCallback(TrainerCallback):
         notes = self.reduction.lines() if self.reduction else []
         notes += quantization_notes(model)
         if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
-            way_out = "; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
+            way_out = "; grad_accumulation='fp32' avoids this for 4 bytes per parameter"
             notes.append(
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
                 f"micro-batch{'' if collector_of(optimizer) else way_out}"

@@ -144,8 +144,6 @@ def low_precision_row(
         args = TrainingArguments(gettempdir(), optim=name, optim_args=optim_args, use_cpu=True, report_to=[])
         options = optim_args_of(args)
         mode = check_grad_accumulation("nearest" if options.grad_accumulation is None else options.grad_accumulation)
-        if gpus > 1 and mode == "kahan":
-            raise InputError("grad_accumulation='kahan' is not supported with FSDP2; use fp32 or nearest, or one GPU")
         report = cast_model(model, keep_fp32=options.keep_fp32)
         return_float32(model, next_to_loss=False)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
@@ -161,7 +159,10 @@ def low_precision_row(
             optimizer.collector.stop()
     trained = [param for param in model.parameters() if param.requires_grad]
     gradients = sum(param.nbytes for param in trained)
-    accumulation = accumulator_bytes(trained, mode) or (gradients if gpus > 1 and steps > 1 else 0)
+    if mode == "fp32":
+        accumulation = accumulator_bytes(trained)
+    else:
+        accumulation = gradients if gpus > 1 and steps > 1 else 0
     on_host = 0, 0, 0
     if optimizer.offload_states:
         waiting, staging = optimizer.offload_gradients, staging_bytes(trained, optimizer.offload_gradients)

@@ -135,7 +135,7 @@ def test_a_batch_size_that_is_found_by_trying(tmp_path):
     """Sums of the first try are forgotten."""
     settings = {"trainer_cls": OutOfMemory, "auto_find_batch_size": True, "gradient_accumulation_steps": 2}
     reference = trained(tmp_path, optim="adamw_torch", **settings)
-    trainer = trained(tmp_path, optim=OURS, optim_args="grad_accumulation=kahan", **settings)
+    trainer = trained(tmp_path, optim=OURS, optim_args="grad_accumulation=fp32", **settings)
     assert trainer._train_batch_size == reference._train_batch_size == 7
     assert trainer.accelerator.mixed_precision == "no"
     assert_follows(trainer, reference)

@@ -31,9 +31,9 @@ def test_optim_args_reach_every_keyword(tmp_path):
 
 
 def test_optim_args_are_parsed_into_one_object(tmp_path):
-    text = "betas=0.8|0.95,keep_fp32=lm_head|*.mlp,grad_accumulation=kahan,check_replicas_every=5,amsgrad=yes"
+    text = "betas=0.8|0.95,keep_fp32=lm_head|*.mlp,grad_accumulation=fp32,check_replicas_every=5,amsgrad=yes"
     options = optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan", optim_args=text))
-    assert options == OptimArgs({"betas": (0.8, 0.95), "amsgrad": True}, ("lm_head", "*.mlp"), "kahan", 5)
+    assert options == OptimArgs({"betas": (0.8, 0.95), "amsgrad": True}, ("lm_head", "*.mlp"), "fp32", 5)
     assert optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan")) == OptimArgs()
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.keep_fp32 = ()
