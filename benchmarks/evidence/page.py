@@ -15,8 +15,6 @@ from benchmarks.evidence.harness import RESULTS, SIZES, Experiment
 from benchmarks.evidence.statistics import LIMIT, Paired, verdict
 from benchmarks.evidence.training.replicas import Shape
 
-MOST_NAMES = 20
-"""Cases that are named on the page."""
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
 # Evidence
@@ -120,14 +118,10 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
         for machine in (case["machine"] for case in cases)
     }
     texts = {case["text"] for case in cases if "text" in case}
-    names = [f"`{name}`" for name in record["cases"]]
-    listed = (
-        ", ".join(names) if len(names) <= MOST_NAMES else f"{', '.join(names[:MOST_NAMES])}, … ({len(names)} in all)"
-    )
     command = (
         f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} "
         f"hours of one process ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}). "
-        f'`--cases "{example}"` measures a part of it, with what it is compared with. Cases: {listed}.'
+        f'`--cases "{example}"` measures a part of it, with what it is compared with.'
     )
     return "\n\n".join([f"## {found.title}", found.text, table, *found.tables, command])
 

@@ -13,8 +13,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "redu
 
 def errors() -> dict[str, dict[int, float]]:
     """Relative error by number of ranks, of independent noise."""
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["signals"]["0"]["simulated"]
-    return {row["way"]: {int(n): error["relative"] for n, error in row["errors"].items()} for row in rows}
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["signals"]["0"]
+    return {way: {int(n): row[way] for n, row in rows.items()} for way in rows["2"]}
 
 
 def draw(theme: Theme) -> Figure:

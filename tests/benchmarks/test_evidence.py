@@ -180,17 +180,6 @@ def test_all_means_are_above_zero_or_one_is_below_or_nobody_knows(means, expecte
     assert exceeds(paired([mean - 0.1, mean, mean + 0.1], [0.0] * 3) for mean in means) == expected
 
 
-def test_the_variance_of_a_rounding_is_that_of_its_two_neighbours():
-    weight = torch.tensor([1.0, 1.9921875, 0.5, -0.75, 3e-5]).bfloat16()
-    above = (weight.view(torch.int16) + 1).view(torch.bfloat16)
-    spacing = (above.double() - weight.double()).abs()
-    for share in (0.0, 0.25, 0.9):
-        update = (share * spacing).float()
-        variance, found = steps.variance_of_rounding(weight.float(), update)
-        assert torch.equal(found.double(), spacing)
-        torch.testing.assert_close(variance.double(), spacing**2 * share * (1 - share), rtol=1e-5, atol=0.0)
-
-
 def test_growth_is_the_slope_for_each_tenfold():
     at = [10, 100, 1000]
     lines = np.array([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0], [7.0, 9.0, 11.0]])

@@ -7,7 +7,6 @@ with a loss above the entropy of single bytes, which a model reaches that learns
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +16,13 @@ from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
 from benchmarks.evidence.statistics import exceeds, paired
 from benchmarks.evidence.training import text
-from benchmarks.evidence.training.doctor import prediction
 from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.replicas import Replicas, Shape
-from hf_lowprec.tools.doctor.prediction import MUCH_NOISE
 
 START = "start"
 STALLED = 0.5
 """A mode stalls where it makes less than this share of FP32's progress."""
-HARDLY_LESS = 0.9
-"""Of FP32's progress: more than this share is hardly less."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +89,6 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     return {"before": before, "after": finite, "text": data.checksum, "entropy": text.entropy(data)}
 
 
-def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Ask the doctor, before fine-tuning, how far stochastic rounding moves weights compared with updates."""
-    saved = work.load(START)
-    if saved is None:
-        return {"noise": {}}  # what is known stays
-    first = {name: weights[0] for name, weights in saved["model"].items()}
-    found = {rate: prediction(first, rate, settings.steps)["stochastic"] for rate in settings.rates}
-    return {"noise": {f"tune sr {rate:g}": predicted.noise for rate, predicted in found.items()}}
-
-
 def section(record: dict[str, Any]) -> Section:
     """The share of FP32's progress at small rates, and the largest rates at which nobody diverges."""
     settings, found = Settings(**{**record["settings"], "shape": Shape(**record["settings"]["shape"])}), record["cases"]
@@ -137,11 +122,6 @@ def section(record: dict[str, Any]) -> Section:
             measured += f"; undecided at {', '.join(open_)}" if open_ else ""
             claim = f"{MODES[mode].label}: at least half of FP32's progress at every small rate"
             rows.append(Row(claim, measured, "no" if stalled else "undecided" if open_ else "yes"))
-    noise = record["compared"].get("noise", {})
-    if min(noise.values(), default=math.inf) <= MUCH_NOISE and "sr" in modes:
-        rows.append(_claim_of_the_doctor(noise, gains))
-        labelled = [f"{noise[f'tune sr {rate:g}']:.1f}" for rate in settings.rates]
-        shares.append(["noise of stochastic rounding, by the doctor", *labelled])
     if {"autocast", "sr"} <= largest.keys() and min(largest["autocast"], largest["sr"]) >= 0:
         rows.append(_claim_of_ozkara(*(settings.large_rates[largest[mode]] for mode in ("sr", "autocast")), settings))
     words = (
@@ -162,20 +142,6 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _PICTURE = "Progress in fine-tuning by learning rate, as a share of FP32's, for nearest, stochastic, Kahan and split"
-
-
-def _claim_of_the_doctor(noise: dict[str, float], gains: dict[str, np.ndarray]) -> Row:
-    """Check how much progress stochastic rounding makes at the rates where the doctor does not warn of its noise."""
-    tolerated = [case for case, times in noise.items() if times <= MUCH_NOISE and case in gains]
-    exact = {case: gains[case.replace(" sr ", " fp32 ")] for case in tolerated}
-    shares, most = [gains[case].mean() / exact[case].mean() for case in tolerated], max(map(noise.get, tolerated))
-    return Row(
-        f"stochastic rounding makes {HARDLY_LESS:.0%} of FP32's progress where the doctor does not warn of noise",
-        f"{min(shares):.2f} to {max(shares):.2f}, with up to {most:.1f} times as much noise as updates",
-        exceeds(paired(gains[case], HARDLY_LESS * exact[case]) for case in tolerated),
-        "`hf-lowprec doctor`, before the run",
-        f"a warning above {MUCH_NOISE:g} times, a limit chosen after this measurement",
-    )
 
 
 def _claim_of_ozkara(stochastic: float, mixed: float, settings: Settings) -> Row:
@@ -205,5 +171,4 @@ EXPERIMENT = Experiment(
     reference=lambda case: "* fp32 *",
     example="* autocast *,* sr *",
     needs=needs,
-    compare=compare,
 )

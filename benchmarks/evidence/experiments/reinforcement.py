@@ -1,4 +1,4 @@
-"""Reinforcement learning at a learning rate of 1e-6: who learns, and does the doctor know beforehand?
+"""Reinforcement learning at learning rates from 1e-6 on: who learns?
 
 A small Llama learns in FP32 to add two digits from labels of which half are random, so that it is right half of the
 time. TRL's stock GRPOTrainer then rewards right answers, at a constant rate. The reward that the policy can expect is
@@ -25,12 +25,9 @@ from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.statistics import Paired, exceeds, paired, verdict
-from benchmarks.evidence.training.doctor import prediction
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.sums import ANSWER, answer_losses, llama, reward, sums, tokenizer, tokens, train
 from hf_lowprec import LowPrecisionCallback
-from hf_lowprec.tools.doctor.prediction import MUCH_NOISE, recommend
-from hf_lowprec.tools.doctor.update_sizes import SAMPLE
 
 START, STALE = "start", "stale"
 FIRST_SEED = 100
@@ -92,16 +89,6 @@ def needs(case: str) -> list[str]:
     return [] if case == START else [START]
 
 
-def updates(param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """The last update of `param` by torch's AdamW without decay, computed from its moments in FP32."""
-    group, state = optimizer.param_groups[0], optimizer.state[param]
-    first, second = (
-        state[name].float() / (1 - beta ** float(state["step"]))
-        for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
-    )
-    return group["lr"] * first / (second.sqrt() + group["eps"])
-
-
 def stored(model: nn.Module) -> list[Tensor]:
     """Copies of the weights, rounded to BF16 as an inference engine gets them."""
     return [param.detach().to(torch.bfloat16, copy=True) for param in model.parameters()]
@@ -118,7 +105,6 @@ class Watch(TrainerCallback):
     def __init__(self, mode: str, records: tuple[int, ...]) -> None:
         self.mode, self.records, self.right = mode, records, tokens()
         self.points: list[dict[str, float]] = []
-        self.directions = torch.empty(0)
 
     @torch.no_grad()
     def log_probabilities(self, model: nn.Module) -> Tensor:
@@ -134,20 +120,13 @@ class Watch(TrainerCallback):
             self.before = stored(model)
 
     @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         if state.global_step not in self.records:
             return
         found, after = self.log_probabilities(model), stored(model)
         point = {"step": state.global_step, "reward": float(found.exp().mean())}
         changed = sum(int((a != b).sum()) for a, b in zip(after, self.before, strict=True))
         point["changed"] = changed / sum(weight.numel() for weight in after)
-        if self.mode == "nearest":
-            exact = [-updates(param, getattr(optimizer, "optimizer", optimizer)) for param in model.parameters()]
-            moved = [a.float() - b.float() for a, b in zip(after, self.before, strict=True)]
-            point["square"] = sum(float(u.square().sum()) for u in exact)
-            point["kept"] = sum(float((u * d).sum()) for u, d in zip(exact, moved, strict=True))
-            every = torch.cat([u.flatten() for u in exact]) / args.learning_rate
-            self.directions = every[:: len(every) // SAMPLE]
         if state.global_step == self.records[-1]:
             engine = type(model)(model.config).to(torch.bfloat16)
             engine.load_state_dict(model.state_dict())
@@ -191,63 +170,36 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
             trained.append(llama(settings.width, settings.layers))
             train(trained[-1], settings.first_steps)
         work.save(START, [model.state_dict() for model in trained])
-        advice = {}
-        for rate in settings.rates:
-            found = prediction(dict(trained[0].named_parameters()), rate, settings.steps)
-            optim, _ = recommend(found, "adamw")
-            kept, noise = 1 - found["nearest"].lost, found["stochastic"].noise
-            advice[f"{rate:g}"] = {"kept": kept, "noise": noise, "advice": optim}
-        return {"doctor": advice, "parameters": trained[0].num_parameters()}
-    points, from_moments = [], []
+        return {"parameters": trained[0].num_parameters()}
+    points = []
     for seed, weights in enumerate(work.load(START)):
         model = llama(settings.width, settings.layers)
         model.load_state_dict(weights)
         trains, watch = trainer(case, settings, model, FIRST_SEED + seed)
         trains.train()
         points.append(watch.points)
-        if watch.mode == "nearest":
-            weights = dict(model.named_parameters())
-            seen = prediction(weights, trains.args.learning_rate, settings.steps, watch.directions)
-            from_moments.append(1 - seen["nearest"].lost_by_step[-1])
     ends = [each[-1]["reward"] for each in points]
     work.progress(f"{case}: reward {np.mean(ends):.4f} ± {np.std(ends):.4f}")
-    return {"points": points, **({"kept_by_moments": from_moments} if from_moments else {})}
+    return {"points": points}
 
 
 LIMIT = 0.1
 """Of the reward that FP32 gains: differences below are called equal."""
 HARDLY = 0.5
 """A mode hardly learns if it makes less than this share of FP32's gain."""
-KEPT_LIMIT = 0.05
-"""The doctor is right if the share of updates that it expects to be kept is this close to the measured one."""
 SAME_WEIGHTS = 0.98
 """Of unchanged weights, for the published "approximately 99%" to hold."""
 
 
-def equivalent_steps(points: list[dict[str, float]], reference: list[dict[str, float]]) -> float:
-    """The share of its steps after which `reference` had gained the reward that `points` gains in all of its steps."""
-    gained = points[-1]["reward"] - points[0]["reward"]
-    curve = np.maximum.accumulate([point["reward"] - reference[0]["reward"] for point in reference])
-    return float(np.interp(gained, curve, [point["step"] for point in reference])) / reference[-1]["step"]
-
-
-def kept_in_run(points: list[dict[str, float]]) -> float:
-    """The share of all updates that were kept; between recorded steps, the sums over weights are interpolated."""
-    steps = [point["step"] for point in points[1:]]
-    every = np.arange(1, steps[-1] + 1)
-    kept, square = (np.interp(every, steps, [p[name] for p in points[1:]]).sum() for name in ("kept", "square"))
-    return float(kept / square)
-
-
 def section(record: dict[str, Any]) -> Section:
-    """Who earns FP32's reward, what is published, and whether the doctor's formula is right."""
+    """Who earns FP32's reward, and what is published."""
     results, settings, steps = record["cases"], record["settings"], record["settings"]["steps"]
     probe = f"{settings['probe']:g} {STALE}"
     named = [*(f"{rate:g}" for rate in settings["rates"]), probe]
     done = [rate for rate in named if all(f"{mode} {rate}" in results for mode in ARGUMENTS)]
     if not done:
         return Section("Reinforcement learning", "No rate has the results of all modes yet.", [], [])
-    small, rates = done[0], [rate for rate in done if rate != probe]
+    small = done[0]
 
     def seen(mode: str, rate: str, name: str = "reward", at: int = -1) -> np.ndarray:
         """Of each seed. Where rewards fluctuate, that at the end is the mean over the second half of the run."""
@@ -276,7 +228,7 @@ def section(record: dict[str, Any]) -> Section:
         found, word = paired(values, np.zeros(len(values))), exceeds([paired(values, np.full_like(values, at_least))])
         return Row(claim, f"{found.mean:.1%} ± {found.half:.1%}", word, *source)
 
-    rows, doctor, the_doctor = list[Row](), list[list[str]](), "`hf-lowprec doctor`, before the run"
+    rows = list[Row]()
     for mode in [mode for mode in ARGUMENTS if mode != "fp32"]:
         claim = f"{MODES[mode].label}: as much reward as FP32, at a rate of {small}"
         rows.append(reward_row(claim, mode, small))
@@ -292,22 +244,6 @@ def section(record: dict[str, Any]) -> Section:
         claim = f"where FP32 becomes unstable, rounding to nearest keeps more reward ({probe})"
         source = "AReaL pull request 1634", "0.818 against 0.733, at 1.7e-5"
         rows.append(reward_row(claim, "nearest", probe, "better", *source))
-    for rate in rates:
-        said, case = results[START]["doctor"][rate], results[f"nearest {rate}"]
-        kept = np.array([kept_in_run(points) for points in case["points"]])
-        found = paired(kept, np.full_like(kept, said["kept"]))
-        word = {"equal": "yes", "worse": "no", "better": "no"}.get(verdict(found, KEPT_LIMIT), "undecided")
-        claim = f"the doctor predicts what rounding to nearest keeps of the updates, at a rate of {rate}"
-        rows.append(Row(claim, f"{kept.mean():.1%} ± {found.half:.1%}", word, the_doctor, f"{said['kept']:.1%}"))
-        if said["noise"] > MUCH_NOISE:
-            claim = f"stochastic rounding falls behind FP32 where the doctor warns of its noise, at a rate of {rate}"
-            source = the_doctor, f"rounding moves weights {said['noise']:.1f} times as far as updates"
-            rows.append(reward_row(claim, "sr", rate, "worse", *source))
-        pairs = zip(case["points"], results[f"fp32 {rate}"]["points"], strict=True)
-        reached = np.mean([equivalent_steps(*pair) for pair in pairs])
-        last = (seen("nearest", rate, "kept") / seen("nearest", rate, "square")).mean()
-        shares = (said["kept"], kept.mean(), reached, np.mean(case["kept_by_moments"]), last)
-        doctor.append([rate, *(f"{share:.1%}" for share in shares), f"{said['noise']:.1f}", f"`{said['advice']}`"])
 
     def table(cell: Callable[[str, str], str]) -> str:
         return markdown_table(["", *done], [[MODES[m].label, *(cell(m, rate) for rate in done)] for m in ARGUMENTS])
@@ -327,16 +263,10 @@ def section(record: dict[str, Any]) -> Section:
         "too large on purpose. "
         "Rewards fluctuate there and are averaged over the second half of the steps."
     )
-    kept_heads = ["kept, by the doctor", "kept, measured", "FP32's share of steps"]
-    last_heads = ["last step, by the doctor with Adam's moments", "last step, measured"]
-    heads = ["rate", *kept_heads, *last_heads, "noise of stochastic, by the doctor", "its advice"]
     tables = [
         f"Reward after {steps} steps by rate, and its difference from FP32:\n\n{table(reward_cell)}",
         "BF16 weights that the last step changes; FP32 weights are rounded:\n\n"
         + table(lambda mode, rate: f"{seen(mode, rate, 'changed').mean():.2%}"),
-        "What rounding to nearest keeps of the updates. With a tenth of them, it should gain what FP32 gains in a "
-        "tenth of its steps. Noise is how far stochastic rounding moves weights, over how far updates do:\n\n"
-        + markdown_table(heads, doctor),
         "Mean difference between the log-probabilities of right answers of the trained model and of a copy in BF16, "
         "norms included, in thousandths of a nat:\n\n"
         + table(lambda mode, rate: f"{1000 * seen(mode, rate, 'disagreement').mean():.1f}"),

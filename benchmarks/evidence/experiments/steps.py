@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
@@ -20,8 +19,7 @@ from benchmarks.evidence.statistics import grows, growth, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
-from benchmarks.evidence.training.replicas import BYTES, Replicas, Shape
-from hf_lowprec.optim.state.states_in_8_bits import decoded_states
+from benchmarks.evidence.training.replicas import Replicas, Shape
 
 PERTURBED = "fp32-perturbed"
 """FP32 from first weights that each differ by a thousandth: how far two runs part without any rounding to 16 bits."""
@@ -78,7 +76,7 @@ def needs(case: str) -> list[str]:
 
 
 def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
-    """Train one case, and keep statistics of its weights on the way."""
+    """Train one case, and keep its weights on the way."""
     base, cooldown, rest = case.partition(f"-{COOLDOWN}")
     last, length = settings.steps, settings.steps // 10
     data = text.load(work.data)
@@ -93,11 +91,9 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     if not training.load(case) and cooldown:
         training.load(base)
         training.points = []
-    classes = byte_classes(data.train)
 
-    def observe() -> dict[str, Any]:
+    def observe() -> None:
         snapshot(training.model, work.path(f"{case}-{training.step}", "npy"))
-        return weight_statistics(training.model, training.optimizer, classes)
 
     points = training.run(last + length if cooldown else last, settings.records, observe)
     return {"points": points, "text": data.checksum}
@@ -114,18 +110,6 @@ def of_mode(name: str, settings: Settings, work: Workspace, case: str, *data: An
     return Training(work, case, mode, model, *data, **options, options=adamw)
 
 
-def variance_of_rounding(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-    """The variance with which `weight + update` is rounded stochastically to BF16, and the spacing around `weight`.
-
-    Args:
-        weight: FP32 tensor of numbers that BF16 represents.
-        update: FP32 tensor, none of its elements negative, and so small that the spacing stays the same.
-    """
-    spacing = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 8)
-    rest = torch.remainder(update, spacing)
-    return rest * (spacing - rest), spacing
-
-
 def perturb(model: Replicas, seeds: list[int]) -> None:
     """Change every weight by a thousandth of itself, times a standard normal number."""
     generators = [torch.Generator().manual_seed(1_000_000 + seed) for seed in seeds]
@@ -133,27 +117,6 @@ def perturb(model: Replicas, seeds: list[int]) -> None:
         for param in model.parameters():
             for replica, generator in zip(param, generators, strict=True):
                 replica.mul_(1 + SCALE * torch.randn(replica.shape, generator=generator))
-
-
-def byte_classes(train: Tensor) -> dict[str, Tensor]:
-    """The bytes of the vocabulary by how often they are in the text: a mask of each class."""
-    share = torch.bincount(train.long(), minlength=BYTES) / len(train)
-    limits = {"never": (-1, 0), "rarer than 1e-5": (0, 1e-5), "rarer than 1e-3": (1e-5, 1e-3), "others": (1e-3, 1)}
-    return {name: (share > low) & (share <= high) for name, (low, high) in limits.items()}
-
-
-@torch.no_grad()
-def weight_statistics(model: Replicas, optimizer: torch.optim.Optimizer, classes: dict[str, Tensor]) -> dict[str, Any]:
-    """Norms of the weights of each seed; and by class of bytes, of embeddings and their second moments' roots."""
-    weights = [param.float().flatten(1) for param in model.parameters()]
-    norms = torch.cat(weights, dim=1).norm(dim=1)
-    rows = model.table.float().norm(dim=2)
-    moments = decoded_states(optimizer.state[model.table])["exp_avg_sq"].float().sqrt().mean(dim=2)
-    return {
-        "norm": norms.tolist(),
-        "embedding_norms": {name: rows[:, mask].mean(1).tolist() for name, mask in classes.items() if mask.any()},
-        "second_moments": {name: moments[:, mask].mean(1).tolist() for name, mask in classes.items() if mask.any()},
-    }
 
 
 def snapshot(model: Replicas, path: Path) -> None:
@@ -177,40 +140,7 @@ def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, An
             paths = [work.path(f"{name}-{step}", "npy") for name in (case, reference)]
             if case != reference and all(path.exists() for path in paths):
                 distances.setdefault(case, {})[str(step)] = distance(*paths)
-    variances = {case: rounding_variance(case, settings, work) for case in ("sr", "sr-int8") if case in results}
-    return {"distance": distances, "rounding": {case: found for case, found in variances.items() if found}}
-
-
-def rounding_variance(case: str, settings: Settings, work: Workspace) -> dict[str, list[float]] | None:
-    """What one stochastic rounding adds to the weights at the end of the constant rate, for each seed.
-
-    An update u of a weight whose neighbours are s apart is rounded with a variance of |u|(s − |u|), for |u| < s.
-
-    Returns:
-        `per_step`: the root of the variance of all weights, of their norm. `random_walk`: the same after all steps, if
-        nothing pulled weights back. `spacings`: the median of s/|u|. None if the checkpoint is gone.
-    """
-    training = of_mode(case, settings, work, case, None, rate=lambda step: settings.lr)
-    if not training.load(case):
-        return None
-    variances, squares, ratios = [], [], []
-    for param in training.model.parameters():
-        if param.dtype != torch.bfloat16:
-            continue
-        state = decoded_states(training.optimizer.state[param])
-        weight = param.detach().float()
-        first, second = state["exp_avg"].float(), state["exp_avg_sq"].float()
-        update = settings.lr * (first / (second.sqrt() + 1e-8) + settings.weight_decay * weight).abs()
-        variance, spacing = variance_of_rounding(weight, update)
-        variances.append(variance.flatten(1).sum(1))
-        squares.append(weight.square().flatten(1).sum(1))
-        ratios.append((spacing / update.clamp_min(1e-12)).flatten(1).median(1).values)
-    per_step = (sum(variances) / sum(squares)).sqrt()
-    return {
-        "per_step": per_step.tolist(),
-        "random_walk": (per_step * settings.steps**0.5).tolist(),
-        "spacings": torch.stack(ratios).median(0).values.tolist(),
-    }
+    return {"distance": distances}
 
 
 _CLAIMS = {
@@ -262,56 +192,18 @@ def section(record: dict[str, Any]) -> Section:
         for case, found in record["compared"].get("distance", {}).items()
         if case in modes and all(str(step) in found for step in steps)
     ]
-    walks = [
-        [
-            modes[case],
-            f"{np.mean(found['spacings']):.1f}",
-            f"{np.mean(found['per_step']):.3%}",
-            f"{np.mean(found['random_walk']):.1%}",
-        ]
-        for case, found in record["compared"].get("rounding", {}).items()
-        if case in modes
-    ]
-    of_walks = ["", "distance of neighbours, in updates", "noise of a step", "× √steps"]
     picture = (
         "Difference of the validation loss from FP32's over steps, for stochastic rounding, Kahan summation and split"
     )
     means = [
         [each, *(f"{value:+.4f}" for value in (losses[mode] - losses["fp32"]).mean(1))] for mode, each in modes.items()
     ]
-    scatter = [
-        [each, *(f"{value:.4f}" for value in (losses[mode] - losses["fp32"]).std(1, ddof=1))]
-        for mode, each in modes.items()
-    ]
     tables = [
         *(f"![{picture}](../images/evidence-steps{suffix})" for suffix in (".svg#only-light", "-dark.svg#only-dark")),
         f"Mean difference of the loss, by step:\n\n{markdown_table(heads, means)}",
-        f"Standard deviation of that difference over seeds:\n\n{markdown_table(heads, scatter)}",
         f"Distance from FP32's weights, relative to their norm:\n\n{markdown_table(heads, distances)}",
-        "Relative to FP32, after the last step at the constant rate: the norm of all weights; norms of embeddings and "
-        f"roots of their second moments, by how often a byte is in the text:\n\n{_statistics_table(results, modes)}",
-        "Noise that stochastic rounding adds, relative to the weights' norm, computed from the states of the last "
-        "step: an update u between numbers s apart adds a variance of u(s − u). The last column is what all steps "
-        f"would add, if each were like the last and nothing pulled weights back:\n\n{markdown_table(of_walks, walks)}",
     ]
     return Section("Steps", words, rows, tables)
-
-
-def _statistics_table(results: dict[str, Any], modes: dict[str, str]) -> str:
-    ends = {case: found["points"][-1] for case, found in results.items() if case in {*modes, "fp32"}}
-
-    def ratio(case: str, kind: str, name: str | None = None) -> str:
-        values, reference = (np.array(ends[each][kind][name] if name else ends[each][kind]) for each in (case, "fp32"))
-        found = paired(values / reference, np.ones(len(values)))
-        return f"{1 + found.mean:.1f} ×" if found.mean > 1 else f"{found.mean:+.1%} ± {found.half:.1%}"
-
-    columns = [("norm", None)] + [
-        (kind, name) for kind in ("embedding_norms", "second_moments") for name in ends["fp32"][kind]
-    ]
-    heads = ["", "norm", *(f"{kind.replace('_', ' ')}: {name}" for kind, name in columns[1:])]
-    return markdown_table(
-        heads, [[words, *(ratio(case, *column) for column in columns)] for case, words in modes.items()]
-    )
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}

@@ -50,14 +50,14 @@ class Training:
         return saved is not None
 
     def run(
-        self, last: int, records: Collection[int] = (), observe: Callable[[], dict[str, Any]] = dict
+        self, last: int, records: Collection[int] = (), observe: Callable[[], object] = lambda: None
     ) -> list[dict[str, Any]]:
         """Train until `last` steps are done, and leave a checkpoint.
 
         Args:
             last: the number of steps.
             records: numbers of steps after which the validation loss is taken; it is also taken after the last.
-            observe: gives further things to keep then; it is called when `step` steps are done.
+            observe: is called then.
 
         Returns:
             A dictionary for each number of steps with `step` and `loss`, the losses of all seeds.
@@ -73,7 +73,8 @@ class Training:
             self.step += 1
             if self.step in records or self.step == last:
                 found = self.validation()
-                self.points.append({"step": self.step, "loss": found.tolist(), **observe()})
+                self.points.append({"step": self.step, "loss": found.tolist()})
+                observe()
                 words = f"step {self.step}, loss {float(found.mean()):.4f} ± {float(found.std()):.4f}"
                 self.work.progress(f"{self.case}: {words}")
             if self.work.is_due() or self.step == last:
