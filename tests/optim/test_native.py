@@ -108,11 +108,11 @@ def test_what_another_compiler_flag_or_processor_made_is_not_loaded(monkeypatch)
         "compiler_identity": lambda compiler: "a new version",
         "_cpu_identity": lambda: "a newer processor",
     }
-    native._compiled("the step", [])
+    native._compiled("the step")
     for name, value in changes.items():
         with monkeypatch.context() as patch:
             patch.setattr(native, name, value)
-            native._compiled("the step", [])
+            native._compiled("the step")
     assert len(set(names)) == 5
 
 
@@ -203,7 +203,7 @@ def test_without_a_home_each_process_compiles(tmp_path):
     found = run_script("", "without_passwd_entry", XDG_CACHE_HOME="", TMPDIR="/tmp")
     assert (found["error"], found["auto_is_eager"]) == ("", True)
     (message,) = found["warnings"]
-    assert "cannot be cached: ~/.cache: Could not determine home directory" in message
+    assert "cannot be cached: Could not determine home directory" in message
     assert "set HF_LOWPREC_CACHE" in message
 
 
@@ -211,27 +211,6 @@ def test_the_tilde_is_home(tmp_path):
     assert run_script("~/below", HOME=str(tmp_path))["error"] == ""
     assert len(libraries(tmp_path / "below")) == 1
     assert not Path("~").exists()
-
-
-def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path):
-    """Its exit runs the handlers that were registered for the exit of the process."""
-    shared, temporary = tmp_path / "shared", tmp_path / "temporary"
-    shared.mkdir()
-    shared.chmod(0o777)
-    temporary.mkdir()
-    body = """
-train("native")
-child = os.fork()
-if child:
-    assert os.waitpid(child, 0)[1] == 0
-    train("native", amsgrad=True)
-    assert torch.equal(train("native"), train("eager"))
-import atexit
-atexit._run_exitfuncs()  # what the fork server runs ends without it
-os._exit(0)
-"""
-    run(tmp_path, body, shared, TMPDIR=str(temporary))
-    assert libraries(shared) == libraries(temporary) == []
 
 
 @pytest.mark.parametrize("hangs_in", ["version", "compilation"])
@@ -244,5 +223,5 @@ def test_a_compiler_that_hangs_is_waited_for_once(hangs_in, tmp_path, monkeypatc
     monkeypatch.setattr(c_compiler, "TIMEOUT", 0.5)
     for k in range(3):
         with pytest.raises(c_compiler.CompilerError, match=r"did not finish within 0.5 seconds.*\n.*backend='eager'"):
-            native._compiled(f"int function_{k};", [])
+            native._compiled(f"int function_{k};")
     assert count.read_text() == "started\n"

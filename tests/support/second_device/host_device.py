@@ -34,7 +34,7 @@ def register() -> torch.device:
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     with open(Path(tempfile.gettempdir(), f"hf_lowprec-{NAME}-{os.getuid()}"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that of several tests at once only one compiles
-        library_cache.load(f"{NAME}-{key}.so", [], _compile)
+        library_cache.load(f"{NAME}-{key}.so", _compile)
     torch.utils.rename_privateuse1_backend(NAME)
     module = types.ModuleType(f"torch.{NAME}")
     functions = {
@@ -65,10 +65,10 @@ def _compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
-def _compile(folder: Path) -> bytes:
+def _compile(folder: Path) -> Path:
     torch_folder, library = Path(torch.__file__).parent, folder / f"{NAME}.so"
     includes = [f"-I{torch_folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     flags = ["-std=c++20", "-O0", "-fPIC", "-shared", *includes, f"-L{torch_folder / 'lib'}"]
     command = [*_compiler(), *flags, str(_SOURCE), "-o", str(library), "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True, timeout=250)
-    return library.read_bytes()
+    return library

@@ -89,16 +89,16 @@ def compiler_identity(compiler: str) -> str:
     return f"{os.path.realpath(shutil.which(compiler) or compiler)} {_run([compiler], ['--version']).output}"
 
 
-def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes:
+def compile_library(compiler: Sequence[str], source: str, folder: Path) -> Path:
     """Compile the C code `source` to a shared library.
 
     Args:
         compiler: the compiler's command.
         source: the code.
-        folder: for the compiler's files.
+        folder: for the library and the compiler's other files.
 
     Returns:
-        The content of the library's file.
+        The library's file.
 
     Raises:
         CompilerError: the compiler cannot be started, exceeds TIMEOUT, fails, or writes no library.
@@ -119,7 +119,7 @@ def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes
         )
     if not library.is_file():
         raise CompilerError(f"the C compiler reported success but wrote no library: {shlex.join(command)}\n{_ADVICE}")
-    return library.read_bytes()
+    return library
 
 
 def _run(compiler: Sequence[str], arguments: Sequence[str], **environment: str) -> CompilerRun:

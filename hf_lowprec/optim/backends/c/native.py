@@ -127,7 +127,7 @@ def _load(spec: KernelSpec) -> ctypes.CDLL | CompilerError:
     functions = ["step", "square_sum", *(["tensor_sum"] if spec.tensor_means else [])]
     functions += ["matrix_sum"] if spec.factored is not None else []
     try:
-        library = _compiled(render(spec), functions)
+        library = _compiled(render(spec))
     except CompilerError as error:
         return error
     except OSError as error:
@@ -142,11 +142,11 @@ def _load(spec: KernelSpec) -> ctypes.CDLL | CompilerError:
     return library
 
 
-def _compiled(source: str, functions: list[str]) -> ctypes.CDLL:
+def _compiled(source: str) -> ctypes.CDLL:
     compiler = require_compiler()
-    identity = [source, *FLAGS, *compiler, compiler_identity(compiler[0]), _cpu_identity(), "checksum at the end"]
+    identity = [source, *FLAGS, *compiler, compiler_identity(compiler[0]), _cpu_identity()]
     key = hashlib.sha256(chr(0).join(identity).encode(errors="surrogateescape")).hexdigest()[:32]
-    return library_cache.load(f"step-{key}.so", functions, functools.partial(compile_library, compiler, source))
+    return library_cache.load(f"step-{key}.so", functools.partial(compile_library, compiler, source))
 
 
 @functools.cache
