@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -129,11 +130,6 @@ class ParameterBlock:
         put("update", slope_sums(update, change, grid if exact.random_weights else None, element_weights))
         wide = exact.weight.double()
         table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * element_weights
-        if low_bits is not None:
-            # Of the weight after the step: near zero, one step may take a weight through many binades.
-            ulps = (stored - stored_weight.double()) / spacing(stored_weight, stored_weight.dtype)
-            table[:, COLUMN["compensation_square"]] = torch.linalg.vecdot(ulps, ulps) * element_weights
-            table[:, COLUMN["compensated"]] = table[:, COLUMN["elements"]]
         if (moment := exact.second_moment) is not None and self.updates is not None:
             now, moment_grid = self.updates.stored_state(moment.name), moment.code_spacing
             if now is not None and (moment_grid is not None or now.dtype in LOW_PRECISION_DTYPES):
@@ -156,6 +152,7 @@ def _spacing_of_stored(weight: Tensor, stored_weight: Tensor, low_bits: Tensor |
     return spacing(weight, torch.float32)  # remainders
 
 
+@dataclass
 class MeasuredStep:
     """One measured step.
 
@@ -171,18 +168,15 @@ class MeasuredStep:
         enabled: whether the step is taken, a bool scalar on its device; None is yes.
     """
 
-    def __init__(
-        self, number: int, with_decay: bool, learning_rates: Sequence[float | Tensor], gradients: list[bool]
-    ) -> None:
-        self.number = number
-        self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in learning_rates]
-        self.with_decay = with_decay
-        self.gradients = gradients
-        self.blocks: list[ParameterBlock] = []
-        self.blocks_of_groups: dict[Any, ParameterBlock] = {}
-        self.stepped: set[int] = set()
-        self.results: list[tuple[list[int], Tensor]] = []
-        self.enabled: Tensor | None = None
+    number: int
+    with_decay: bool
+    learning_rates: list[float | Tensor]
+    gradients: list[bool]
+    blocks: list[ParameterBlock] = field(default_factory=list)
+    blocks_of_groups: dict[Any, ParameterBlock] = field(default_factory=dict)
+    stepped: set[int] = field(default_factory=set)
+    results: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    enabled: Tensor | None = None
 
 
 class MeasuredBlocks:
@@ -191,7 +185,6 @@ class MeasuredBlocks:
     Args:
         optimizer: the optimizer.
         watched: its parameters.
-        dtypes: the dtypes of the weights whose updates are measured.
         across_ranks: add up the numbers of sharded parameters over ranks.
     """
 
@@ -199,12 +192,10 @@ class MeasuredBlocks:
         self,
         optimizer: torch.optim.Optimizer,
         watched: WatchedParameters,
-        dtypes: Collection[torch.dtype],
         across_ranks: bool,
     ) -> None:
         self._optimizer = optimizer
         self._watched = watched
-        self._dtypes = dtypes
         self._across_ranks = across_ranks
         self._blocks_of_last_step: dict[Any, ParameterBlock] = {}
 
@@ -237,7 +228,7 @@ class MeasuredBlocks:
             if block is None:
                 self._watched.record_first_low_bits(rows)
                 samples = ParameterSamples(fused_group.weights, self._watched.sample_size)
-                measures_updates = fused_group.spec.param_dtype in self._dtypes
+                measures_updates = fused_group.spec.param_dtype in LOW_PRECISION_DTYPES
                 updates = FusedGroupUpdates(self._optimizer, backend_step, samples) if measures_updates else None
                 block = ParameterBlock(self._watched, rows, fused_group.weights, samples, fused_group.sharding, updates)
             if block.updates is not None:
@@ -264,7 +255,7 @@ class MeasuredBlocks:
             present = [local_shard(grad) for row in rows if (grad := grads[row]) is not None]
             if present:  # then in all of these rows
                 block.look_for_gradients(present)
-                if weights[0].dtype in self._dtypes:
+                if weights[0].dtype in LOW_PRECISION_DTYPES:
                     block.record_values(present)
             step.blocks.append(block)
 

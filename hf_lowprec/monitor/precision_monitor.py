@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.measured_step import MeasuredBlocks, MeasuredStep
 from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, SUMS, StepPrecision
-from hf_lowprec.monitor.training_findings import ENOUGH_MEASUREMENTS, Evidence, find, uncast_matrices
+from hf_lowprec.monitor.training_findings import Evidence, find, uncast_matrices
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
@@ -29,7 +29,6 @@ from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 DECAY_EVERY = 8
 """Steps between measurements of the weight decay, which cost as much as all others."""
@@ -65,7 +64,6 @@ class PrecisionMonitor:
             means moved since then.
         every: measure the first step and then every `every`-th. With 0, the default, only steps after a call of
             `measure_next_step` are measured.
-        dtypes: the dtypes of the weights whose updates are measured.
         across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
         on_error: called with an error in a measurement, after which nothing more is measured. Without it, the step
             raises the error.
@@ -80,7 +78,6 @@ class PrecisionMonitor:
         model: nn.Module | None = None,
         *,
         every: int = 0,
-        dtypes: Collection[torch.dtype] = LOW_PRECISION_DTYPES,
         across_ranks: bool = True,
         on_error: Callable[[Exception], None] | None = None,
     ) -> None:
@@ -89,7 +86,6 @@ class PrecisionMonitor:
         self.optimizer: torch.optim.Optimizer = unwrap_optimizer(optimizer)
         self.model = model
         self.every = every
-        self.dtypes = dtypes
         self.across_ranks = across_ranks
         self.on_error = on_error
         self._failed = False
@@ -152,12 +148,6 @@ class PrecisionMonitor:
             )
         )
 
-    @property
-    def unused(self) -> list[str]:
-        """The names of parameters without a gradient in any of at least 3 measured steps, which the task does not seem
-        to use. If something suggests a mistake, they are among the findings instead."""
-        return self._watched.gradients.unused() if self._watched.gradients.steps >= ENOUGH_MEASUREMENTS else []
-
     @cached_property
     def _uncast_matrices(self) -> list[str]:
         return [] if self.model is None else uncast_matrices(self.model)
@@ -186,7 +176,7 @@ class PrecisionMonitor:
         self._watched = WatchedParameters(self.optimizer, self.model)
         self._decay = torch.zeros(len(self._watched.params), len(SLOPE_SUMS), dtype=torch.float64, device="cpu")
         self._decay_measured_at: int | None = None
-        self._blocks = MeasuredBlocks(self.optimizer, self._watched, self.dtypes, self.across_ranks)
+        self._blocks = MeasuredBlocks(self.optimizer, self._watched, self.across_ranks)
 
     # The hooks.
 
@@ -253,6 +243,7 @@ class PrecisionMonitor:
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
         rates = [rate for group in self.optimizer.param_groups if (rate := group.get("lr")) is not None]
+        rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
         present = self._watched.gradients.present_now(collector_of(self.optimizer))
         self._running = MeasuredStep(number, with_decay, rates, present)
         if with_decay:

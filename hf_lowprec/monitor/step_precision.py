@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ SUMS = (
     *(f"update_{name}" for name in SLOPE_SUMS),
     *(f"second_moment_{name}" for name in SLOPE_SUMS),
     *(f"weight_decay_{name}" for name in SLOPE_SUMS),
-    *("compensated", "compensation_square"),
 )
 """The columns of a table of sums, which has one row for each tensor.
 
@@ -41,8 +41,7 @@ SUMS = (
 - has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
 - stepped: elements with a gradient that were stepped by an unknown update; changed: those of them that changed;
 - weight_square: of the weights that were stepped;
-- update, second_moment, weight_decay: see `slope_sums`;
-- compensated: elements with a compensation; compensation_square: in units of the weights' spacing.
+- update, second_moment, weight_decay: see `slope_sums`.
 """
 COLUMN = {name: k for k, name in enumerate(SUMS)}
 
@@ -63,13 +62,17 @@ def slope_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tens
         FP64 of shape (tensors, 4), in the order of `SLOPE_SUMS`.
     """
     square = exact * exact
+    variance = None if grid is None else square * unbiased_variance(exact, grid)
+    return _share_sums(square, exact * stored, variance, weights)
+
+
+def _share_sums(whole: Tensor, kept: Tensor, variance: Tensor | None, weights: Tensor) -> Tensor:
+    """The sums of a share `Σ kept / Σ whole`, where unbiased rounding would give `kept` this variance."""
     sums = (
-        square.sum(1) * weights,
-        torch.linalg.vecdot(exact, stored) * weights,
-        torch.linalg.vecdot(square, (stored - exact).square_()) * weights**2,
-        torch.zeros_like(weights)
-        if grid is None
-        else torch.linalg.vecdot(square, unbiased_variance(exact, grid)) * weights**2,
+        whole.sum(1) * weights,
+        kept.sum(1) * weights,
+        (kept - whole).square_().sum(1) * weights**2,
+        torch.zeros_like(weights) if variance is None else variance.sum(1) * weights**2,
     )
     return torch.stack(sums, dim=1)
 
@@ -97,16 +100,9 @@ def second_moment_sums(before: Tensor, exact: Tensor, stored: Tensor, grid: Tens
     """
     decays = (exact < before) & (before > 0)
     scale = torch.where(decays, before, torch.inf).reciprocal()
-    change, kept = (exact - before) * scale, (stored - before) * scale
-    sums = (
-        change.sum(1) * weights,
-        kept.sum(1) * weights,
-        (kept - change).square_().sum(1) * weights**2,
-        torch.zeros_like(weights)
-        if grid is None
-        else (unbiased_variance(torch.where(decays, exact - before, 0.0), grid) * scale.square()).sum(1) * weights**2,
-    )
-    return torch.stack(sums, dim=1)
+    change = torch.where(decays, exact - before, 0.0)
+    variance = None if grid is None else unbiased_variance(change, grid) * scale.square()
+    return _share_sums(change * scale, (stored - before) * scale, variance, weights)
 
 
 def precision_values(sums: Tensor) -> list[dict[str, float]]:
@@ -118,15 +114,8 @@ def precision_values(sums: Tensor) -> list[dict[str, float]]:
     Returns:
         The numbers of each row by name, without those that are not finite or do not apply.
     """
-    values = precision_columns(sums)
-    rows = zip(*(value.tolist() for value in values.values()), strict=True)
-    return [{name: value for name, value in zip(values, row, strict=True) if math.isfinite(value)} for row in rows]
-
-
-def precision_columns(sums: Tensor) -> dict[str, Tensor]:
-    """The same numbers by name, each FP64 of shape (rows); NaN or infinite where a number does not apply."""
     column = {name: sums[:, k] for name, k in COLUMN.items()}
-    values: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}  # NaN or infinite where a number does not apply
     for name, prefix in LOST_SHARES.items():
         square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
         values[name] = 1 - product / square
@@ -134,22 +123,16 @@ def precision_columns(sums: Tensor) -> dict[str, Tensor]:
     known = torch.where(column["stepped"] > 0, math.nan, column["update_square"])
     values["update_to_weight"] = torch.sqrt(known / column["weight_square"])
     values["never_moved"] = column["never_moved"] / column["elements"]
-    values["compensation_ulps"] = torch.sqrt(column["compensation_square"] / column["compensated"])
     values["changed"] = column["changed"] / column["stepped"]
-    return values
+    rows = zip(*(value.tolist() for value in values.values()), strict=True)
+    return [{name: value for name, value in zip(values, row, strict=True) if math.isfinite(value)} for row in rows]
 
 
 ALL = "all"
 """The name, among the kinds, of the whole model."""
 
-NUMBERS = (
-    *LOST_SHARES,
-    *(f"{name}_error" for name in LOST_SHARES),
-    *("never_moved", "compensation_ulps", "update_to_weight", "changed"),
-)
-"""The names of all numbers."""
 
-
+@dataclass(eq=False, repr=False)
 class StepPrecision:
     """The precision of one optimizer step, measured on a sample of the weights.
 
@@ -159,7 +142,6 @@ class StepPrecision:
     | `lost_second_moment` | share of the decay of second moments that rounding lost |
     | `lost_weight_decay` | share of the weight decay that rounding lost, over the last measurements |
     | `never_moved` | share of weights whose value, low bits included, is what it was when training began |
-    | `compensation_ulps` | root mean square of the compensation, in spacings of the weight |
     | `update_to_weight` | root mean square of the update over that of the weight |
     | `changed` | with an optimizer of another library: share of the weights with a gradient that the step changed |
 
@@ -173,19 +155,11 @@ class StepPrecision:
         learning_rate: the largest learning rate of the step; None if the optimizer has none.
     """
 
-    def __init__(
-        self,
-        step: int,
-        sums: Tensor,
-        names: Sequence[str],
-        kinds: Sequence[str],
-        learning_rate: float | None = None,
-    ) -> None:
-        self.step = step
-        self.learning_rate = learning_rate
-        self.sums = sums
-        self.names = names
-        self.kinds = kinds
+    step: int
+    sums: Tensor
+    names: Sequence[str]
+    kinds: Sequence[str]
+    learning_rate: float | None = None
 
     @cached_property
     def by_kind(self) -> dict[str, dict[str, float]]:
@@ -206,31 +180,13 @@ class StepPrecision:
         """The numbers by name, for some of the tensors together."""
         return precision_values(self.sums[list(rows)].sum(0, keepdim=True))[0]
 
-    def worst(self, name: str, count: int) -> list[tuple[str, float]]:
-        """The tensors with the largest values of a number, such as `lost_updates`, largest first."""
-        column = self._columns[name]
-        known = column.isfinite().nonzero().flatten()
-        order = known[column[known].argsort(descending=True, stable=True)[:count]]
-        return [(self.names[row], float(column[row])) for row in order.tolist()]
-
-    @cached_property
-    def _columns(self) -> dict[str, Tensor]:
-        """Every number of all tensors."""
-        return precision_columns(self.sums)
-
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value:.3g}" for name, value in self.by_kind[ALL].items())
         return f"StepPrecision(step={self.step}, {numbers})"
 
 
 def sum_over_steps(measured: Sequence[StepPrecision]) -> StepPrecision:
-    """The precision of several steps of one run as a whole; its step and learning rate are the last one's.
-
-    Raises:
-        ValueError: no step was measured.
-    """
-    if not measured:
-        raise ValueError("no step was measured")
+    """The precision of several steps of one run as a whole; its step and learning rate are the last one's."""
     last = measured[-1]
     return StepPrecision(
         last.step, torch.stack([one.sums for one in measured]).sum(0), last.names, last.kinds, last.learning_rate

@@ -195,11 +195,6 @@ class GradientRecord:
         missing = sum(param.numel() for param, present in zip(self._params, self.present, strict=True) if not present)
         return self._missing(lambda _: 2 * missing > self._elements)
 
-    def unused(self) -> list[str]:
-        """Parameters that the task does not seem to use: without gradient, and for none of the reasons above."""
-        mistakes = {*self.replaced(), *self.cut_off(), *self.most_of_all()}
-        return self._missing(lambda row: self._names[row] not in mistakes)
-
     def _missing(self, condition: Callable[[int], bool]) -> list[str]:
         return self._select(lambda row: not self.present[row] and condition(row))
 

@@ -60,8 +60,6 @@ def test_kahan_loses_nothing_where_no_weight_moves():
     optimizer = hf_lowprec.SGD([weights()], lr=1e-5, initial_compensation="zero")
     numbers = measured(optimizer).by_kind["all"]
     assert abs(numbers["lost_updates"]) < 3 * numbers["lost_updates_error"] + 1e-3
-    # The compensation is the update, 1e-5, at a spacing of 2^-7.
-    assert numbers["compensation_ulps"] == pytest.approx(1e-5 / 2**-7, rel=0.01)
     assert (optimizer.param_groups[0]["params"][0] == 1).all()
 
 
@@ -160,8 +158,7 @@ def test_numbers_by_kind_and_tensor():
     assert list(precision.by_kind) == ["all", "norms", "head"]
     assert list(precision.by_tensor) == ["lm_head.weight", "norm.weight", "norm.bias"]
     assert precision.by_kind["head"] == precision.by_tensor["lm_head.weight"]
-    ((worst, share),) = precision.worst("lost_updates", 1)
-    assert (worst, share) == ("norm.weight", 1)
+    assert precision.by_tensor["norm.weight"]["lost_updates"] == 1
     # `norm.bias` is zero, where any update can be stored.
     assert precision.by_tensor["norm.bias"]["lost_updates"] == pytest.approx(0, abs=0.01)
 
@@ -288,11 +285,9 @@ def test_a_parameter_that_is_replaced(cls):
         assert [number["changed"] for number in numbers] == [1, 0]  # half a spacing of 2 is rounded to even
 
 
-def test_fp32_weights_are_measured_only_on_request():
-    for dtypes, there in (((torch.bfloat16,), False), ((torch.float32,), True)):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(64))], lr=1e-3)
-        precision = measured(optimizer, monitor=hf_lowprec.PrecisionMonitor(optimizer, dtypes=dtypes))
-        assert ("changed" in precision.by_kind["all"]) is there
+def test_updates_of_fp32_weights_are_not_measured():
+    numbers = measured(torch.optim.SGD([nn.Parameter(torch.ones(64))], lr=1e-3)).by_kind["all"]
+    assert numbers == {"never_moved": 0}
 
 
 def test_steps_add_up():
@@ -300,8 +295,6 @@ def test_steps_add_up():
     lost, stored = measured(optimizer), measured(optimizer, 10.0)
     both = sum_over_steps([lost, stored]).by_kind["all"]["lost_updates"]
     assert both == pytest.approx(1 / (1 + 100), rel=0.05)
-    with pytest.raises(ValueError, match="no step"):
-        sum_over_steps([])
 
 
 def test_a_closed_monitor_is_gone():

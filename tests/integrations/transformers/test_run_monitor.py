@@ -109,14 +109,3 @@ def test_only_one_rank_warns_and_shards_need_all_ranks(tmp_path, monkeypatch, ca
     RunMonitor(optimizer, torch.nn.Linear(1, 1), warns=False, across_ranks=False)
     with pytest.raises(RuntimeError, match="planted"):
         RunMonitor(optimizer, torch.nn.Linear(1, 1), warns=True, across_ranks=True)
-
-
-def test_unused_parameters_are_noted_quietly_and_once(tmp_path, caplog):
-    model = llama()
-    model.pooler = torch.nn.Linear(32, 32)
-    with caplog.at_level(logging.INFO, logger="hf_lowprec"):
-        trained(tmp_path, model=model, optim="adamw_bf16_kahan", logging_steps=1)
-    notes = [record for record in caplog.records if "the loss does not depend on them" in record.getMessage()]
-    assert [note.levelname for note in notes] == ["INFO"]
-    assert "pooler.weight, pooler.bias had no gradient" in notes[0].getMessage()
-    assert warnings(caplog) == []

@@ -12,12 +12,11 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
+from hf_lowprec.monitor.findings_catalogue import FAULTS
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.optim.sharding import flat_part, is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.tensor_names import listed
 
 _MEASURE_EVERY = 64
 """Steps between measurements if it is not known in advance which step will be logged."""
@@ -50,8 +49,7 @@ class RunMonitor:
         """True if a step was measured since the last log."""
         self.found: set[str] = set()
         """The codes of the findings so far."""
-        self._were_unused = False
-        self._codes = codes
+        self._codes = set(codes)
         self._warns = warns
         self._ended = False
         self._monitor: PrecisionMonitor | None = None
@@ -80,22 +78,12 @@ class RunMonitor:
         if self._monitor is None or not measured:
             return None
         with self._surviving_errors():
-            self._tell(self._monitor.findings(), self._monitor.unused)
+            findings = [finding for finding in self._monitor.findings() if finding.code in self._codes - self.found]
+            self.found.update(finding.code for finding in findings)
+            for finding in findings if self._warns else ():
+                logger.warning("hf_lowprec: %s", finding.message)
             return self._monitor.last
         return None
-
-    def _tell(self, findings: list[Finding], unused: list[str]) -> None:
-        """Warn of findings that are new, and note parameters that have become unused since the last call."""
-        new = [finding for finding in findings if finding.code in self._codes and finding.code not in self.found]
-        self.found.update(finding.code for finding in new)
-        were_unused, self._were_unused = self._were_unused, bool(unused)
-        if not self._warns:
-            return
-        for finding in new:
-            logger.warning("hf_lowprec: %s", finding.message)
-        if unused and not were_unused:
-            reason = "had no gradient in any measured step: the loss does not depend on them"
-            logger.info("hf_lowprec: %s %s", listed(unused), reason)
 
     def close(self) -> None:
         """Stop watching."""
