@@ -1,5 +1,7 @@
 """The exact update of a sample: against the formula on whole FP64 tensors; and measuring changes nothing."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,12 +9,13 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import COLUMN
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.rounding.low_bits import fp64_value
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    return [nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in [(100, 50), (50,), (3, 4)]]
+    return [nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in [(96, 160), (2, 3, 32), (50,), (7, 40)]]
 
 
 def set_gradients(params, step: int) -> None:
@@ -30,17 +33,18 @@ def monitored_updates(monitor, params, optimizer) -> list[torch.Tensor]:
     return [updates[row] for row in range(len(params))]
 
 
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic", "nearest"])
-def test_updates_of_this_package_are_adamws(rounding):
+def test_updates_of_this_package_are_adamws(rounding, state_dtype):
     params = parameters(torch.bfloat16)
-    options = {"rounding": rounding, "initial_compensation": "zero"}
+    options = {"rounding": rounding, "initial_compensation": "zero", "state_dtype": state_dtype}
     optimizer = hf_lowprec.AdamW(params, lr=1e-3, weight_decay=0.1, **options)
     monitor = PrecisionMonitor(optimizer)
     for step in range(3):
         set_gradients(params, step)
         expected = []
         for param in params:
-            state = optimizer.state[param]
+            state = decoded_states(optimizer.state[param])
             m, v = (state[name].double() if name in state else 0.0 for name in ("exp_avg", "exp_avg_sq"))
             g, t = param.grad.double(), step + 1
             # Split weights decay as their masters do, which differ from them by half a spacing.
@@ -101,7 +105,8 @@ def test_the_error_bar_is_that_of_the_numbers_that_are_rounded(rounding, state_r
 def test_a_measured_run_is_the_run_bit_for_bit():
     results = []
     for every in (0, 1):
-        for make in (hf_lowprec.AdamW, torch.optim.AdamW, torch.optim.SGD):
+        in_8_bits = functools.partial(hf_lowprec.AdamW, weight_decay=0.1, state_dtype=torch.int8)
+        for make in (hf_lowprec.AdamW, in_8_bits, torch.optim.AdamW, torch.optim.SGD):
             params = parameters(torch.bfloat16)
             optimizer = make(params, lr=1e-3)
             scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)  # replaces `optimizer.step`
