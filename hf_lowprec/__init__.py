@@ -170,10 +170,12 @@ def _wrap_trainer() -> None:
     wrap_trainer()
 
 
-def _add_checks() -> None:
-    from hf_lowprec.integrations.live_models import add_checks
+def _collect_after_reduction() -> None:
+    from hf_lowprec.integrations.collect_after_reduction import collect_after_reduction
+    from hf_lowprec.optim.gradient_release.collector import GradientCollector
 
-    add_checks()
+    if collect_after_reduction not in GradientCollector.first_gradient_checks:
+        GradientCollector.first_gradient_checks.append(collect_after_reduction)
 
 
 @contextmanager
@@ -212,6 +214,6 @@ def _unless_too_old(add: Callable[[], None]) -> Callable[[], None]:
     return add_or_warn
 
 
-when_imported("hf_lowprec.optim", _add_checks)
+when_imported("hf_lowprec.optim", _collect_after_reduction)
 when_imported("transformers.training_args", _unless_too_old(_add_optimizer_names))
 when_imported("transformers.trainer", _unless_too_old(_wrap_trainer))

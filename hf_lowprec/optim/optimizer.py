@@ -10,7 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -99,15 +99,6 @@ class LowPrecisionOptimizer(Algorithm):
             of other libraries, the message says why it is not needed and what to use instead.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
-    """
-
-    first_step_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
-    """Functions called before the first step after construction or loading. The layers above, which know about models
-    and ranks, add them here. They may warn but not raise.
-    """
-    first_gradient_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
-    """The same for the first gradient that is released. They may raise: gradients must not be released before they are
-    averaged over ranks.
     """
 
     release: GradientRelease | None
@@ -359,20 +350,8 @@ class LowPrecisionOptimizer(Algorithm):
                 "gradient_release=True steps parameters during the backward pass, so there is no step of all "
                 "gradients, and no norm before it; optimizer.grad_norm is that of the last step with clip='delayed'"
             )
-        if self._plan is None:
-            self.run_first_step_checks()
         self._plan = self._updated_plan(self._plan, clipped, norm_only=norm_only)
         return self._plan
-
-    def run_first_step_checks(self) -> None:
-        """Call the functions of `first_step_checks`."""
-        for check in self.first_step_checks:
-            check(self)
-
-    def run_first_gradient_checks(self) -> None:
-        """Call the functions of `first_gradient_checks`."""
-        for check in self.first_gradient_checks:
-            check(self)
 
     def check_gradient_release(self) -> None:
         """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""

@@ -18,8 +18,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-_SYMMETRIC = "SymmMemReduceScatter"
-"""The reduce-scatter of `FSDPModule.set_symm_mem_for_comm`, which torch 2.11 does not have."""
 
 
 def names_ignored_by_ddp(module: nn.Module) -> Collection[str]:
@@ -50,19 +48,6 @@ def version_of(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd sees `tensor` as a view, which shares the version of its base."""
     return tensor._is_view()
-
-
-def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
-    """Return whether FSDP2 sums 16-bit gradients of a module that it has sharded by torch's own reduce-scatter.
-
-    The modules inside that are sharded separately do not count.
-    """
-    return any(
-        type(group._reduce_scatter_comm).__module__.startswith("torch.")
-        and type(group._reduce_scatter_comm).__name__ != _SYMMETRIC
-        and any(map(_sums_in_16_bits, group.fsdp_params))
-        for group in parameter_groups(module)
-    )
 
 
 def reduce_scatters(module: FSDPModule) -> Iterator[tuple[Any, dist.ProcessGroup, int]]:
@@ -177,10 +162,3 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def _sums_in_16_bits(fsdp_param: Any) -> bool:
-    """Return whether FSDP2 has 16-bit gradients of a parameter to sum, and no policy to sum them in FP32."""
-    param = fsdp_param.sharded_param
-    trained = param.requires_grad and param.itemsize == 2 and param.device_mesh.size() > 1
-    return trained and fsdp_param.mp_policy.reduce_dtype != torch.float32

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_lowprec
-from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.state import low_bits
 from hf_lowprec.tools.estimate.live_memory import LiveMemory
 from tests.support.optim.every_optimizer import BF16, FP32, build, every_mode, give_gradients
@@ -17,12 +16,6 @@ from tests.support.optim.optimizer_contents import assert_equal, everything
 
 SHAPES = [(3,), (4, 32), (4, 32)]
 """The largest last, more than one of them, and with whole blocks for states in 8 bits."""
-
-
-@pytest.fixture(autouse=True)
-def no_first_step_checks(monkeypatch):
-    """They look at all objects of the process, which takes longer than the step."""
-    monkeypatch.setattr(LowPrecisionOptimizer, "first_step_checks", [])
 
 
 class FailingAllocation(TorchDispatchMode):

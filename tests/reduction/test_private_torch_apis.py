@@ -20,7 +20,6 @@ from hf_lowprec.reduction.private_torch_apis import (
     parameter_groups,
     reduce_scatter_of,
     reduce_scatters,
-    reduce_scatters_in_16_bits,
     replicates_shards,
     set_policy,
     trained_parameters,
@@ -62,20 +61,6 @@ def test_a_change_in_place_counts_as_a_version():
     assert (is_view(view), is_view(tensor)) == (True, False), HERE
 
 
-def test_the_dtype_of_fsdp2s_sums_is_seen(two_fake_ranks):
-    def sharded(dtype=torch.bfloat16, frozen=False, **options):
-        return fully_shard(torch.nn.Linear(4, 4, dtype=dtype).requires_grad_(not frozen), **options)
-
-    in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    assert reduce_scatters_in_16_bits(sharded()), HERE
-    assert not reduce_scatters_in_16_bits(sharded(torch.float32)), HERE
-    assert not reduce_scatters_in_16_bits(sharded(frozen=True)), HERE
-    assert not reduce_scatters_in_16_bits(sharded(mp_policy=in_fp32)), HERE
-    ours = sharded()
-    reduce_scatter_in_fp32(ours)
-    assert not reduce_scatters_in_16_bits(ours), HERE
-
-
 def test_symmetric_memory_reaches_the_reduce_scatter_of_sums_alone(two_fake_ranks, monkeypatch):
     """For a mean, which NCCL's kernels do not compute, torch keeps the reduce-scatter that sums in BF16."""
     monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", lambda backend: None)  # it needs a GPU
@@ -83,8 +68,8 @@ def test_symmetric_memory_reaches_the_reduce_scatter_of_sums_alone(two_fake_rank
         model = fully_shard(torch.nn.Linear(5, 3, dtype=torch.bfloat16))
         model.set_force_sum_reduction_for_comms(of_sums)
         model.set_symm_mem_for_comm()
-        assert reduce_scatters_in_16_bits(model) != of_sums, HERE
-        ((_, group, count),) = reduce_scatters(model)
+        ((summing, group, count),) = reduce_scatters(model)
+        assert (type(summing).__name__ == "SymmMemReduceScatter") == of_sums, HERE
         assert (group.size(), count) == (2, 2 * 5 + 2), HERE  # three rows and three biases, over two ranks
 
 

@@ -33,9 +33,9 @@ from hf_lowprec.integrations.accelerate.unsupported import (
     check_supported,
 )
 from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
+from hf_lowprec.integrations.collect_after_reduction import data_parallel_wrappers
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
-from hf_lowprec.integrations.live_models.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.collector import collector_of
@@ -195,8 +195,7 @@ def _prepare_deepspeed(reduction: ReductionStatus, original: Callable, *args: An
 
 def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:
     """Raise ValueError if one of `models`, which an accelerator has prepared, can no longer be changed as needed."""
-    wrapped = any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models)
-    if wrapped:
+    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models):
         reason = "a model was already prepared"
     elif any(map(private_apis.runs_under_autocast, models)):
         reason = "a model was already prepared with mixed precision, so it runs under autocast"
@@ -235,8 +234,7 @@ def _any_in_ddp(models: list[nn.Module]) -> bool:
     """Return whether DDP wraps any of `models`. Accelerate keeps the models that it prepares, but no wrappers."""
     if not models:  # searching takes a tenth of a second
         return False
-    wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
-    return any(getattr(wrapper, "module", None) is model for wrapper in wrappers for model in models)
+    return any(getattr(wrapper, "module", None) is model for wrapper in data_parallel_wrappers() for model in models)
 
 
 class PreparedModels(weakref.WeakSet):

@@ -1,7 +1,6 @@
 """Compares the ranks before an optimizer's first step: with different settings or weights, replicas would diverge.
 
-`prepare_accelerator` adds the comparison to all optimizers of the accelerator, and a difference is an error. The
-warnings that our optimizers give with or without an accelerator are in `setup_warnings.py`.
+`prepare_accelerator` adds the comparison to all optimizers of the accelerator, and a difference is an error.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ gradients are accumulated, it is that of the smallest parameter, and the others 
 pass, so that none of them is added to a later one on the device.
 
 DDP runs these hooks before it averages, so its communication hook hands over the means instead: see `take_means` and
-`integrations/live_models/gradients_after_reduction.py`.
+`integrations/collect_after_reduction.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -39,9 +39,6 @@ class CollectingOptimizer(Protocol):
 
     param_groups: list[ParamGroup]
 
-    def run_first_gradient_checks(self) -> None:
-        """Run the checks before the first gradient is taken."""
-
 
 class GradientCollector(ABC):
     """Takes the gradients of an optimizer's parameters as soon as they are final.
@@ -56,6 +53,10 @@ class GradientCollector(ABC):
 
     argument: ClassVar[str]
     accumulates: ClassVar[bool]
+    first_gradient_checks: ClassVar[list[Callable[[GradientCollector], None]]] = []
+    """Called before the first gradient is taken. The layers above, which know about ranks, add them here. They may
+    raise: gradients must not be taken before they are averaged over ranks.
+    """
 
     def __init__(self, optimizer: CollectingOptimizer) -> None:
         self._reference = weakref.ref(optimizer)
@@ -93,7 +94,7 @@ class GradientCollector(ABC):
 
         Called wherever parameters may have been added, unfrozen or replaced, as FSDP2 replaces them.
         """
-        if self._hooks.watch(self._params()):
+        if self._hooks.watch(self.params()):
             self._checked = False
 
     def gradient_is_final(self, param: Tensor) -> None:
@@ -126,7 +127,8 @@ class GradientCollector(ABC):
 
     def _check_once(self) -> None:
         if not self._checked:
-            self._optimizer.run_first_gradient_checks()
+            for check in self.first_gradient_checks:
+                check(self)
             self._checked = True
 
     def average_later(self, params: Collection[Tensor]) -> None:
@@ -184,7 +186,7 @@ class GradientCollector(ABC):
         self.check_kept(is_final)
         self._take_all_waiting()  # of a pass that was interrupted
         taken = running.taken - self._averaged_later
-        for param in self._params() if taken else ():
+        for param in self.params() if taken else ():
             if param.grad is not None and id(param) in taken and param is not is_final:
                 raise RuntimeError(self._second_gradient(param))
         if current is not None:
@@ -222,7 +224,8 @@ class GradientCollector(ABC):
         """Return whether a gradient of `param` has been taken since the last `step()`."""
         return id(param) in self._running.taken
 
-    def _params(self) -> Any:
+    def params(self) -> Any:
+        """All parameters of the optimizer."""
         return (param for group in self._optimizer.param_groups for param in group["params"])
 
     def _begin_step(self) -> None:
@@ -234,7 +237,7 @@ class GradientCollector(ABC):
         self._check_once()
         running = self._running
         waiting = {id(param) for bucket in running.waiting.values() for param in bucket.params}
-        for param in self._params():
+        for param in self.params():
             if param.grad is None or id(param) in waiting:
                 continue
             if id(param) in running.taken and id(param) in self._averaged_later:

@@ -48,12 +48,6 @@ class ReleasingOptimizer(Protocol):
     def check_gradient_release(self) -> None:
         """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
 
-    def run_first_step_checks(self) -> None:
-        """Run the checks before the first step."""
-
-    def run_first_gradient_checks(self) -> None:
-        """Run the checks before the first gradient is released."""
-
     def step_part(self, params: Iterable[Tensor], earlier: StepPlan | None) -> StepPlan:
         """Step some parameters and free their gradients."""
 
@@ -74,7 +68,6 @@ class GradientRelease(GradientCollector):
 
     def __init__(self, optimizer: ReleasingOptimizer) -> None:
         self.clipping = DelayedClipping()
-        self._ended_once = False
         self._plans: dict[tuple[Any, int], StepPlan] = {}
         super().__init__(optimizer)
 
@@ -94,9 +87,6 @@ class GradientRelease(GradientCollector):
         with self._lock:
             self._take_rest()
             stepped = self._running.taken
-            if stepped and not self._ended_once:
-                self._optimizer.run_first_step_checks()  # only now all gradients have been there
-                self._ended_once = True
             norm = self.clipping.end_step() if self._optimizer.clip == "delayed" and stepped else None
             self._begin_step()
             self.watch_parameters()
@@ -129,7 +119,6 @@ class GradientRelease(GradientCollector):
         """
         with self._lock:
             self._begin_step()
-            self._ended_once = False
             self.clipping.resume(norm_before)
             self.watch_parameters()
 
@@ -142,7 +131,7 @@ class GradientRelease(GradientCollector):
         if self._running.taken:
             raise RuntimeError(
                 f"{call} between the backward pass and step(): gradient_release=True has stepped "
-                f"{len(self._running.taken)} of {sum(1 for _ in self._params())} parameters, and not the others. "
+                f"{len(self._running.taken)} of {sum(1 for _ in self.params())} parameters, and not the others. "
                 "Do it after step()"
             )
 

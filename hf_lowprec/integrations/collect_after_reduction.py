@@ -2,42 +2,36 @@
 
 FSDP2 runs the hooks of a parameter after its reduce-scatter, so nothing is to be done for it. DDP runs them before, so
 its communication hook hands over the averages. An optimizer gets only parameters, so the wrappers of their model are
-searched for among all live modules.
+searched for among all modules of the process.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.integrations.live_models.live_modules import live_modules
-from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.collector import GradientCollector
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction.ddp import hand_over_means
 
 
-def collect_after_reduction(optimizer: LowPrecisionOptimizer) -> None:
-    """Make `optimizer` wait for the averages of parameters that DDP synchronizes.
-
-    One of `LowPrecisionOptimizer.first_gradient_checks`.
+def collect_after_reduction(collector: GradientCollector) -> None:
+    """Make `collector` wait for the averages of parameters that DDP synchronizes. It calls this before it takes any.
 
     Raises:
         RuntimeError: a model is wrapped by FSDP1, or by DDP in a way that does not tell when averages are there.
     """
-    collector = optimizer.collector
-    if collector is None or not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()):
         return
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    plain = {id(param) for param in params if not is_sharded(param)}
-    for module in live_modules() if plain else ():
-        if not issubclass(type(module), DistributedDataParallel | FullyShardedDataParallel):
-            continue
+    plain = {id(param) for param in collector.params() if param.requires_grad and not is_sharded(param)}
+    for module in data_parallel_wrappers() if plain else ():
         reduced = [param for param in module.parameters() if id(param) in plain]
         if reduced and issubclass(type(module), FullyShardedDataParallel):
             raise RuntimeError(
@@ -47,6 +41,14 @@ def collect_after_reduction(optimizer: LowPrecisionOptimizer) -> None:
         if reduced:
             hand_over_means(module, _weakly(collector), collector.argument)
             collector.average_later(reduced)
+
+
+def data_parallel_wrappers() -> list[Any]:
+    """Every model of the process that DDP or FSDP1 wraps. The search takes a tenth of a second."""
+    kinds = DistributedDataParallel | FullyShardedDataParallel
+    # Not isinstance, which is also true for a proxy of a module.
+    found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
+    return [module for module in found if "_modules" in vars(module)]
 
 
 def _weakly(collector: GradientCollector) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[bool]]:
