@@ -172,55 +172,49 @@ def gpus() -> list[dict[str, Any]]:
     return [result(f"gpu-step-{name}") for name in ("h100", "h200")]
 
 
-def fit(page: str, *words: object) -> tuple[dict[str, Any], str]:
-    """What `estimate --fit` finds and prints for the configuration in a page's first code block."""
+def fit(page: str, *words: object) -> tuple[dict[str, list[str]], str]:
+    """What `estimate --fit` prints for the configuration in a page's first code block: cells by setting, the text."""
     source = next(block.text for block in blocks(ROOT / page) if "LlamaConfig(" in block.text)
     (name,) = re.findall(r'save_pretrained\("(.*)"\)', source)
     with TemporaryDirectory() as folder:
         exec(source.replace(f'"{name}"', repr(folder)), {})
-        command = "estimate", folder, "--fit", *words
-        data = json.loads(hf_lowprec(*command, "--json").output)
-        return data, " ".join(hf_lowprec(*command).output.replace(folder, name).split())
+        printed = hf_lowprec("estimate", folder, "--fit", *words).output.replace(folder, name)
+    rows = re.findall(r"^ [ →] (\S.*?)  +(\d.*)$", printed, re.MULTILINE)
+    return {title: numbers.split() for title, numbers in rows}, " ".join(printed.split())
 
 
-RELEASED = "state_dtype=int8,gradient_release=True,clip=delayed"
+PEAK, DISK, HOST = 2, 3, 4
 
 
 def one_gpu() -> list[str]:
     page, found = "docs/guides/8b-on-one-gpu.md", []
-    gib = {memory: fit(page, "--gpu-memory", memory) for memory in (80, 48, 24, 16)}
-    best = {80: "split, the [recommended", 48: "stochastic, 8-bit states |"}
-    best[24] = "Adafactor, stochastic, gradient release |"
-    for memory, words in best.items():
-        data, text = gib[memory]
-        found += [f"| {memory} GB | {words}", f"| {data['settings'][data['best']]['peak_per_gpu'] / 2**30:.2f} |"]
-        assert f"→ {words.partition(',')[0]}" in text
-    missing = min(setting["missing"] for setting in gib[16][0]["settings"]) / 2**30
-    found.append(f"| 16 GB | none: {missing:.2f} GiB are missing")
-    (least,) = (s for s in gib[80][0]["settings"] if (s["optim"], s["optim_args"]) == ("adamw_bf16_sr", RELEASED))
-    split, on_host = gib[80][0]["settings"][1], gib[80][0]["settings"][-2]
-    assert "offload_gradients" in on_host["optim_args"]
-    sizes = (on_host["peak_per_gpu"] / 2**30, on_host["host"] / 2**30)
-    found.append("in {:.2f} GiB of the GPU and {:.2f} GiB of host memory".format(*sizes))
-    found += [f"takes {split['checkpoint'] / 2**30:.2f} GiB with split weights, {least['checkpoint'] / 2**30:.2f} GiB"]
-    found += [f"{gib[80][0]['load_in_fp32'] / 2**30:.2f} GiB for the model in FP32", gib[80][1]]
-    _, split, in_8_bits, *_ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)[0]["settings"]
-    peaks = (f"{setting['peak_per_gpu'] / 2**30:.2f} GiB" for setting in (split, in_8_bits))
-    return [*found, f"the peak is {', and '.join(peaks)} with 8-bit states"]
+    printed = {memory: fit(page, "--gpu-memory", memory) for memory in (80, 48, 24, 16)}
+    best = {80: "split", 48: "stochastic, 8-bit states", 24: "Adafactor, stochastic, release"}
+    for memory, title in best.items():
+        rows, text = printed[memory]
+        found += [f"| {memory} GB | {title}", f"| {rows[title][PEAK]} |"]
+        assert f"→ {title} 1" in text
+    rows, text = printed[80]
+    (missing,) = re.findall(r"Nothing fits: (\S+) GiB are missing", printed[16][1])
+    found.append(f"| 16 GB | none: {missing} GiB are missing")
+    on_host, split, least = rows["split, states, gradients on host"], rows["split"], rows["stochastic, 8-bit states"]
+    found.append(f"in {on_host[PEAK]} GiB of the GPU and {on_host[HOST]} GiB of host memory")
+    found += [f"takes {split[DISK]} GiB with split weights, {least[DISK]} GiB with stochastic rounding and 8-bit", text]
+    sums, _ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)
+    return [*found, f"peak is {sums['split'][PEAK]} GiB, and {sums['split, 8-bit states'][PEAK]} GiB with 8-bit states"]
 
 
 def many_gpus() -> list[str]:
-    page = "docs/guides/64-gpus.md"
-    options = "--gpus", 64, "--gpu-memory", 80
-    large, _ = fit(page, *options, "--batch-size", 4)
-    sums = ("--gradient-accumulation-steps", 4)
-    shards, (whole, _) = fit(page, *options, *sums)[0], fit(page, "--gpus", 64, "--gpu-memory", 1000, *sums)
+    page, sums = "docs/guides/64-gpus.md", ("--gradient-accumulation-steps", 4)
+    large, text = fit(page, "--gpus", 64, "--gpu-memory", 80, "--batch-size", 4)
+    shards, _ = fit(page, "--gpus", 64, "--gpu-memory", 80, *sums)
+    whole, _ = fit(page, "--gpus", 64, "--gpu-memory", 1000, *sums)
     of_split = {"4 sequences per GPU": large, "`sync_each_batch`": shards, "whole gradients": whole}
-    peaks = {words: data["settings"][1]["peak_per_gpu"] / 2**30 for words, data in of_split.items()}
+    peaks = {words: float(rows["split"][PEAK]) for words, rows in of_split.items()}
     found = [f"{words} | {peak:.2f} |" for words, peak in peaks.items()]
-    found += [f"every GPU, {peaks['whole gradients'] - peaks['`sync_each_batch`']:.2f} GiB"]
-    sizes = (f"{size / 2**30:.2f} GiB" for size in (large["settings"][1]["checkpoint"], large["load_in_fp32"]))
-    return [*found, "takes {}, and loading in FP32 {}".format(*sizes)]
+    found.append(f"every GPU, {peaks['whole gradients'] - peaks['`sync_each_batch`']:.2f} GiB")
+    (in_fp32,) = re.findall(r"in FP32 takes (\S+) GiB", text)
+    return [*found, f"takes {large['split'][DISK]} GiB, and loading in FP32 {in_fp32} GiB"]
 
 
 def requirements() -> list[str]:

@@ -115,23 +115,12 @@ def test_gradients_that_exist_already_are_not_activations(tmp_path):
     assert estimate_activations(build("llama", "eager", "meta"), BATCH, LENGTH).peak == pytest.approx(found, rel=0.1)
 
 
-def test_layers_and_the_rest():
-    """Checkpointed layers of a Llama keep their input, FP32; the logits take the most memory of this one."""
-    model = build("llama", "sdpa", "meta")
-    found = estimate_activations(model, BATCH, LENGTH, gradient_checkpointing=True)
-    assert (found.layers, found.per_layer) == (3, 4 * BATCH * LENGTH * 64)
-    assert found.peak == found.rest + 3 * found.per_layer
-    assert 2 * 4 * BATCH * LENGTH * WORDS < found.rest < 5 * 4 * BATCH * LENGTH * WORDS
-    longer = estimate_activations(model, BATCH, 2 * LENGTH, gradient_checkpointing=True)
-    assert longer.per_layer == 2 * found.per_layer
-    assert all(param.grad is None for param in model.parameters())
-
-
 def test_fused_attention_does_not_grow_with_the_square_of_the_length():
-    short, long = (estimate_activations(build("bert", "sdpa", "meta"), 1, length).per_layer for length in (64, 256))
-    assert long == 4 * short
-    short, long = (estimate_activations(build("bert", "eager", "meta"), 1, length).per_layer for length in (64, 256))
-    assert long > 6 * short
+    def growth(attention: str) -> float:
+        short, long = (estimate_activations(build("bert", attention, "meta"), 1, length).peak for length in (64, 256))
+        return long / short
+
+    assert growth("sdpa") <= 4 < 5 < growth("eager")
 
 
 def test_what_cannot_be_estimated_is_said():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_lowprec.tools.estimate.activations import choose_attention, estimate_activations
+from hf_lowprec.tools.cli.estimate import best
+from hf_lowprec.tools.estimate.activations import estimate_activations
 from hf_lowprec.tools.estimate.fit import OPTIONS, RESERVE, find_fit
 from hf_lowprec.tools.estimate.rows import low_precision_row
 from tests.support.docs.pages import ROOT
@@ -22,41 +23,41 @@ def build():
 
 
 def fit(gpu_bytes, *, gpus=1, batch_size=8, steps=1, length=16, checkpointing=False):
-    return find_fit(build, gpu_bytes, gpus, batch_size, steps, length, checkpointing, lora=2)
+    return find_fit(build, gpu_bytes, gpus, batch_size, length, steps, checkpointing)
 
 
 def test_the_best_setting_is_the_first_that_fits():
     everything = fit(1 << 40, batch_size=1)
-    assert [setting.option for setting in everything.settings] == [*OPTIONS]
-    peaks = {setting.option: setting.peak for setting in everything.settings}
+    assert [setting.option for setting in everything] == [*OPTIONS]
+    peaks = {setting.option: setting.peak for setting in everything}
     for peak in peaks.values():
-        assert fit(peak + RESERVE, batch_size=1).best.option == next(each for each in OPTIONS if peaks[each] <= peak)
+        assert best(fit(peak + RESERVE, batch_size=1)).option == next(each for each in OPTIONS if peaks[each] <= peak)
     least = min(peaks.values())
     nothing = fit(least + RESERVE - 1, batch_size=1)
-    assert nothing.best is None and min(setting.missing for setting in nothing.settings) == 1
+    assert best(nothing) is None and min(setting.missing for setting in nothing) == 1
 
 
 def test_a_step_sees_the_same_sequences_and_releases_no_sums():
     small = fit(RESERVE, length=512, steps=2)
-    assert [setting.option for setting in small.settings] == [
+    assert [setting.option for setting in small] == [
         option for option in OPTIONS if "gradient_release" not in option.optim_args
     ]
-    assert {setting.batch_size * setting.gradient_accumulation_steps for setting in small.settings} == {16}
-    without, split, *_ = small.settings
+    assert {setting.batch_size * setting.gradient_accumulation_steps for setting in small} == {16}
+    without, split, *_ = small
     assert (without.batch_size, split.batch_size) == (8, 1)
-    assert fit(split.peak + RESERVE, length=512, steps=2).best.batch_size == 1
+    assert best(fit(split.peak + RESERVE, length=512, steps=2)).batch_size == 1
     once = fit(RESERVE, length=512)
-    released = [setting for setting in once.settings if "gradient_release" in setting.option.optim_args]
+    released = [setting for setting in once if "gradient_release" in setting.option.optim_args]
     assert {(setting.batch_size, setting.gradient_accumulation_steps) for setting in released} == {(8, 1)}
-    assert all(setting.option.gradient_checkpointing for setting in fit(1 << 40, checkpointing=True).settings)
+    assert all(setting.option.gradient_checkpointing for setting in fit(1 << 40, checkpointing=True))
 
 
 def test_shards_of_gradients_are_summed_where_whole_ones_do_not_fit():
-    whole, shards = (fit(room, gpus=64, batch_size=1, steps=2).settings[1] for room in (1 << 40, RESERVE))
+    whole, shards = (fit(room, gpus=64, batch_size=1, steps=2)[1] for room in (1 << 40, RESERVE))
     assert (whole.sync_each_batch, shards.sync_each_batch) == (False, True)
     gradients = sum(param.nbytes // 2 for param in build().parameters())
     assert gradients < whole.peak - shards.peak < 1.05 * gradients  # norms' are FP32
-    assert not fit(RESERVE, gpus=64, batch_size=1).settings[1].sync_each_batch
+    assert not fit(RESERVE, gpus=64, batch_size=1)[1].sync_each_batch
 
 
 @pytest.mark.distributed
@@ -67,13 +68,12 @@ def test_fsdp2_keeps_shards_if_every_batch_is_reduced():
     ]
 
 
-@pytest.mark.parametrize("title", ["split", "split, 8-bit states, gradient release", "stochastic, 8-bit states"])
+@pytest.mark.parametrize("title", ["split, 8-bit states, release", "stochastic"])
 def test_peak_and_checkpoint_are_those_of_training(tmp_path, title):
     option = OPTION[title]
-    (setting,) = (each for each in fit(1 << 40, gpus=2, checkpointing=True).settings if each.option == option)
+    (setting,) = (each for each in fit(1 << 40, gpus=2, checkpointing=True) if each.option == option)
     model = build()
     row = low_precision_row(model, option.optim, option.optim_args or None, 2)
-    choose_attention(model)
     assert setting.peak == row._replace(activations=estimate_activations(model, 8, 16, True)).peak(2, 1)
     trained(tmp_path, max_steps=1, save_strategy="steps", optim=option.optim, optim_args=option.optim_args or None)
     files = ("model.safetensors", "optimizer.pt")
@@ -90,14 +90,14 @@ def test_the_peak_is_that_measured_on_a_gpu():
     surplus = []
     for table in result["training"]:
         activations = None
-        for name, measured in ((row["way"].partition("BF16, hf_lowprec ")[2], row) for row in table["rows"]):
+        for measured in table["rows"]:
+            name = measured["way"].partition("BF16, hf_lowprec ")[2].replace("gradient release", "release")
             if name not in OPTION:  # FP32 with autocast
                 continue
             with torch.device("meta"):
                 model = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=True))
             row = low_precision_row(model, OPTION[name].optim, OPTION[name].optim_args or None)
             if activations is None:
-                choose_attention(model)
                 activations = estimate_activations(model, table["batch"], table["length"])
             surplus.append(row._replace(activations=activations).peak(1, 1) / 1e9 / measured["peak_gigabytes"] - 1)
     assert len(surplus) == 6

@@ -26,8 +26,8 @@ def check_path_exists(name: str, option: str, suffixes: Container[str] = ()) -> 
 
 
 @contextmanager
-def explain_input_errors(what: str, hint: str = "") -> Iterator[None]:
-    """Turn any error inside into a one-line InputError: `what`, the error's reason, and `hint`.
+def explain_input_errors(what: str) -> Iterator[None]:
+    """Turn any error inside into a one-line InputError: `what` and the error's reason.
 
     Loading fails in many ways (offline, no such name, not a model), for which libraries raise many classes of errors.
     """
@@ -39,4 +39,4 @@ def explain_input_errors(what: str, hint: str = "") -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # If the first line ends with a colon, the next one has the reason.
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-        raise InputError(f"{what}: {reason}{hint}") from error
+        raise InputError(f"{what}: {reason}") from error

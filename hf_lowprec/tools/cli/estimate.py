@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_lowprec.tools.cli.estimate_fit import GIB, as_data, print_table
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
     from rich.table import Table
     from transformers import PreTrainedModel
 
     from hf_lowprec.tools.estimate.activations import Activations
+    from hf_lowprec.tools.estimate.fit import Setting
     from hf_lowprec.tools.estimate.rows import Row
 
-WIDTH = 80
-"""Columns of the narrowest terminal that is thought of."""
-
-
-class Setup(NamedTuple):
-    """The setup of the training whose memory is estimated.
-
-    Attributes:
-        gpus: number of GPUs over which FSDP2 shards the training state.
-        gradient_accumulation_steps: as in TrainingArguments.
-        gpu_memory: GiB of each GPU, or None.
-        batch_size: sequences per GPU, or None.
-        sequence_length: tokens per sequence, or None.
-        gradient_checkpointing: as in TrainingArguments.
-        tp: GPUs over which tensor parallelism shards the matrices of a layer.
-        ep: GPUs over which expert parallelism shards the experts.
-        zero: the stage of DeepSpeed's ZeRO, or None for FSDP2.
-    """
-
-    gpus: int = 1
-    gradient_accumulation_steps: int = 1
-    gpu_memory: float | None = None
-    batch_size: int | None = None
-    sequence_length: int | None = None
-    gradient_checkpointing: bool = False
-    tp: int = 1
-    ep: int = 1
-    zero: int | None = None
+GIB = 1 << 30
 
 
 def estimate(
@@ -59,16 +27,6 @@ def estimate(
     gpus: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of GPUs over which FSDP2 shards the training state.")
     ] = 1,
-    tp: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of these, GPUs that share each layer (tensor parallelism).")
-    ] = 1,
-    ep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of these, GPUs that share the experts (expert parallelism).")
-    ] = 1,
-    zero: Annotated[
-        Literal["1", "2", "3"] | None,
-        typer.Option(metavar="N", help="DeepSpeed's ZeRO of this stage over --gpus, not FSDP2."),
-    ] = None,
     gradient_accumulation_steps: Annotated[
         int,
         typer.Option(
@@ -91,16 +49,9 @@ def estimate(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="As in TrainingArguments.")
     ] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also show rounded BF16, 8-bit AdamW and Adafactor.")
-    ] = False,
-    lora: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Also show LoRA of this rank on all linear layers.")
-    ] = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Find optimizer and options that fit in --gpu-memory; else, exit with 1.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
 ) -> None:
     """Estimate the memory of training.
 
@@ -113,8 +64,14 @@ def estimate(
     With --fit, settings are tried from the best to the smallest, by default with
     one sequence of 4096 tokens.
     """
+    import torch
+    from rich.console import Console
+
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+    from hf_lowprec.tools.estimate.activations import estimate_activations
+    from hf_lowprec.tools.estimate.fit import find_fit
+    from hf_lowprec.tools.estimate.rows import fp32_row, low_precision_row
     from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
     names = list(dict.fromkeys(optim or ("adamw_bf16_split", "adamw_bf16_kahan", "adamw_bf16_sr")))
@@ -122,268 +79,163 @@ def estimate(
         raise typer.BadParameter(
             f"unknown: {', '.join(unknown)}; valid are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
         )
-    if fit and (gpu_memory is None or optim or optim_args or compare):
-        raise typer.BadParameter(
-            "--fit needs --gpu-memory, and chooses the optimizer: leave out --optim, --optim-args and --compare"
-        )
-    if fit:
-        batch_size, sequence_length = batch_size or 1, sequence_length or 4096
-    if (batch_size is None) != (sequence_length is None):
+    if fit and (gpu_memory is None or optim or optim_args):
+        raise typer.BadParameter("--fit needs --gpu-memory, and chooses the optimizer: leave out --optim, --optim-args")
+    if (batch_size is None) != (sequence_length is None) and not fit:
         raise typer.BadParameter("activations need both --batch-size and --sequence-length")
-    if gradient_checkpointing and batch_size is None:
+    if gradient_checkpointing and batch_size is None and not fit:
         raise typer.BadParameter("--gradient-checkpointing needs --batch-size and --sequence-length")
-    stage = None if zero is None else int(zero)
-    accumulation = gradient_accumulation_steps
-    setup = Setup(gpus, accumulation, gpu_memory, batch_size, sequence_length, gradient_checkpointing, tp, ep, stage)
-    if (max(tp, ep) > 1 or zero is not None) and (fit or compare or lora):
-        raise typer.BadParameter("--tp, --ep and --zero do not go with --fit, --compare and --lora")
-    if max(tp, ep) > 1 and batch_size is not None:
-        raise typer.BadParameter("activations are not estimated with --tp and --ep: leave out --batch-size")
+    notes = ["Autocast (bf16=True) keeps weights, gradients and state in FP32 too."]
+    if gpus > 1:
+        notes.append(f"Weights, grads, state, total and bytes per parameter are those of all {gpus} GPUs.")
+    if optim_args:
+        notes.append(f"Rows of {', '.join(names)}: with optim_args={optim_args!r}.")
+
+    def activations(model: PreTrainedModel, dtype: str) -> Activations | None:
+        if batch_size is None or sequence_length is None:
+            return None
+        try:
+            return estimate_activations(model, batch_size, sequence_length, gradient_checkpointing)
+        except InputError as error:
+            notes.append(f"Activations in {dtype} are not included: {error}.")
+            return None
+
     try:
         config, cls = load_config(model)
 
         def build() -> PreTrainedModel:
             return build_empty_model(config, cls)  # type: ignore[return-value]
 
-        if fit:
-            return _fit_settings(model, cls.__name__, build, setup, lora or 16, as_json)
-        rows, notes = estimate_rows(build, names, optim_args, setup, compare, lora)
+        base, steps = build(), gradient_accumulation_steps
+        if fit and gpu_memory is not None:
+            size = batch_size or 1, sequence_length or 4096
+            settings = find_fit(build, gpu_memory * GIB, gpus, *size, steps, gradient_checkpointing)
+        else:
+            rows = [fp32_row(base, gpus, steps)._replace(activations=activations(base, "FP32"))]
+            for name in names:
+                cast = build()
+                row = low_precision_row(cast, name, optim_args, gpus, steps)
+                counted = activations(cast, "BF16") if name == names[0] else rows[-1].activations
+                rows.append(row._replace(activations=counted))
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
-    if as_json:
-        print(json.dumps({"model": model, "class": cls.__name__, **_as_data(rows, notes, setup)}, indent=2))
-    else:
-        _print(f"{model}: {cls.__name__}", rows, notes, setup)
+    console = Console(width=1000)  # a cut number would be wrong
+    title, parameters = f"{model}: {cls.__name__}", sum(param.numel() for param in base.parameters())
+    if fit and gpu_memory is not None:
+        print(f"{title}, {steps * size[0]} x {size[1]:,} tokens per GPU and step")
+        console.print(table_of_settings(settings))
+        print(explain(settings, gpu_memory, 4 * parameters))
+        raise typer.Exit(int(best(settings) is None))
+    print(f"{title}, {parameters:,} parameters, {rows[1].memory.weights[torch.float32] // 4:,} of which stay in FP32")
+    if batch_size is None:
+        notes.append("Activations are not included; add --batch-size and --sequence-length.")
+    console.print(table(rows, gpus, steps, gpu_memory))
+    print("\n".join(notes))
 
 
-def _fit_settings(
-    model: str, cls: str, build: Callable[[], PreTrainedModel], setup: Setup, lora: int, as_json: bool
-) -> None:
-    """Find the settings that fit, and print them.
-
-    Raises:
-        InputError: activations cannot be estimated.
-        typer.Exit: nothing fits.
-    """
-    from hf_lowprec.tools.estimate.fit import find_fit
-
-    gpus, steps, gpu_memory, batch_size, length, checkpointing = setup[:6]
-    assert gpu_memory is not None and batch_size is not None and length is not None
-    found = find_fit(build, gpu_memory * GIB, gpus, batch_size, steps, length, checkpointing, lora)
-    if as_json:
-        print(json.dumps({"model": model, "class": cls, "setup": setup._asdict(), **as_data(found)}, indent=2))
-    else:
-        title = f"{model}: {cls}, {steps * batch_size} x {length:,} tokens per GPU and step"
-        print_table(title, found, gpu_memory, lora)
-    if found.best is None:
-        raise typer.Exit(1)
-
-
-def estimate_rows(
-    build: Callable[[], PreTrainedModel],
-    names: list[str],
-    optim_args: str | None = None,
-    setup: Setup = Setup(),  # noqa: B008  # immutable
-    compare: bool = False,
-    lora: int | None = None,
-) -> tuple[list[Row], list[str]]:
-    """The rows of the table, and sentences about activations.
-
-    Args:
-        build: builds the model in FP32 on the meta device.
-        names: values of `optim`.
-        optim_args: as in TrainingArguments.
-        setup: how the model is trained.
-        compare: whether rows of other optimizers are added.
-        lora: the rank of a row for LoRA.
-
-    Raises:
-        InputError: something is not supported.
-    """
-    import torch
-
-    from hf_lowprec.tools.estimate.parallelism import Parallelism
-    from hf_lowprec.tools.estimate.rows import compared_rows, fp32_row, lora_row, low_precision_row
-
-    settings = setup.gpus, setup.gradient_accumulation_steps
-    parallelism = Parallelism(setup.tp, setup.ep, setup.zero)
-    parallelism.check(*settings)
-    notes: dict[str, None] = (
-        {f"Rows of {', '.join(names)}: with optim_args={optim_args!r}.": None} if optim_args else {}
-    )
-    base = build()
-    row = fp32_row(base, *settings, parallelism)
-    in_fp32 = _activations(base, "FP32" if setup.zero is None else "BF16", setup, notes)
-    rows = [row._replace(activations=in_fp32)]
-    in_16_bits: dict[str, Activations | None] = {}
-    for name in names:
-        cast = build()
-        row = low_precision_row(cast, name, optim_args, *settings, parallelism)
-        for reason, elements in (row.kept_in_bf16 or {}).items():
-            notes[f"{name}: {elements:,} elements of the state stay in BF16: {reason}."] = None
-        key = str(row.fp32_parts)
-        if key not in in_16_bits:
-            in_16_bits[key] = _activations(cast, "BF16", setup, notes)
-        rows.append(row._replace(activations=in_16_bits[key]))
-    if compare:
-        rounded = _activations(build().to(torch.bfloat16), "rounded BF16", setup, notes)
-        rows += [
-            row._replace(activations=in_fp32 if torch.float32 in row.memory.weights else rounded)
-            for row in compared_rows(build, *settings)
-        ]
-    if lora is not None:
-        rows.append(lora_row(build(), lora, *settings))
-        if setup.batch_size is not None:
-            notes["Activations of LoRA are not estimated."] = None
-    return rows, list(notes)
-
-
-def _activations(model: PreTrainedModel, dtype: str, setup: Setup, notes: dict[str, None]) -> Activations | None:
-    """The activations of `model`, with a sentence about them, or about why they are not known, in `notes`."""
-    from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-    from hf_lowprec.tools.estimate.activations import choose_attention, estimate_activations
-
-    if setup.batch_size is None or setup.sequence_length is None:
-        notes["Activations are not included; add --batch-size and --sequence-length."] = None
-        return None
-    size = (setup.batch_size, setup.sequence_length)
-    attention = choose_attention(model)
-    found: dict[bool, Activations] = {}
-    for checkpointing in (False, True):
-        try:
-            found[checkpointing] = estimate_activations(model, *size, checkpointing)
-        except InputError as error:
-            if checkpointing == setup.gradient_checkpointing:
-                notes[f"Activations in {dtype} are not included: {error}."] = None
-                return None
-    chosen, other = (found.get(each) for each in (setup.gradient_checkpointing, not setup.gradient_checkpointing))
-    assert chosen is not None
-    words = {True: "with gradient checkpointing", False: "without gradient checkpointing"}
-    text = (
-        f"Activations of {size[0]} x {size[1]:,} tokens per GPU in {dtype}, {attention} attention, "
-        f"{words[setup.gradient_checkpointing]}: {_size(chosen.peak)}"
-    )
-    if chosen.layers:
-        text += (
-            f" = {chosen.layers} layers x {_size(chosen.per_layer)} + {_size(chosen.rest)} for logits, loss, the rest"
-        )
-    if other is not None:
-        text += f"; {words[not setup.gradient_checkpointing]}: {_size(other.peak)}"
-    notes[f"{text}."] = None
-    return chosen
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):,.2f} MiB"
-
-
-def _print(title: str, rows: list[Row], notes: list[str], setup: Setup) -> None:
-    from rich.console import Console
-
-    console = Console(width=max(Console().width, WIDTH))
-    filled = table(rows, setup)
-    _fit(filled, [row.name for row in rows], console)
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
-    kept = next(row.fp32_parts for row in rows if row.fp32_parts is not None)
-    count = f"{rows[0].memory.parameters:,} parameters, {sum(kept.values()):,} of which stay in FP32"
-    console.print(f"{title}, {count}", **plain)
-    for reason, number in kept.items():
-        console.print(f"  {number:,} in FP32: {reason}", **plain)
-    console.print(filled)
-    if setup.zero is None:
-        console.print("Autocast (bf16=True) keeps weights, gradients and state in FP32 too.", **plain)
-    else:
-        console.print("DeepSpeed's buckets (reduce_bucket_size, allgather_bucket_size) are not included.", **plain)
-    if setup.gpus > 1:
-        console.print(
-            f"Weights, grads, state, total and bytes per parameter are those of all {setup.gpus} GPUs.", **plain
-        )
-    for note in notes:
-        console.print(note, **plain)
-
-
-def _fit(table: Table, names: list[str], console: Console) -> None:
-    """Wrap the names in the first column of `table` if it is too wide; widen `console` if that is not enough."""
-    from rich.measure import Measurement
-
-    width = Measurement.get(console, console.options.update(width=1000), table).maximum
-    longest, longest_word = (max(map(len, words)) for words in (names, " ".join(names).split()))
-    if width > console.width:
-        table.columns[0].width = max(longest_word, longest - (width - console.width))
-        console.width = max(console.width, width - longest + table.columns[0].width)  # a cut number would be wrong
-
-
-def table(rows: list[Row], setup: Setup) -> Table:
-    """Format the rows as a table, in MiB or GiB."""
+def table(rows: list[Row], gpus: int, gradient_accumulation_steps: int, gpu_memory: float | None) -> Table:
+    """Format the rows as a table, in GiB."""
     from rich import box
     from rich.table import Table
 
-    gpus, gpu_memory = setup.gpus, setup.gpu_memory
+    with_step = any(row.step for row in rows)
     with_host = any(row.on_host(gpus) for row in rows)
-    with_step, with_activations = any(row.step for row in rows), any(row.activations for row in rows)
-    peaks = [row.peak(gpus, setup.gradient_accumulation_steps) for row in rows]
-    power, unit = (
-        (30, "GiB") if max(*(row.total(gpus) for row in rows), *(each or 0 for each in peaks)) >= 2**32 else (20, "MiB")
-    )
+    with_activations = any(row.activations for row in rows)
     lines = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
     lines.add_column("optim")
-    headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}"]
-    headings += [f"in step\n{unit}"] if with_step else []
-    headings += [f"on host\n{unit}"] if with_host else []
-    headings += [f"total\n{unit}", "bytes\n/param"]
+    headings = ["weights\nGiB", "grads\nGiB", "state\nGiB"]
+    headings += ["in step\nGiB"] if with_step else []
+    headings += ["on host\nGiB"] if with_host else []
+    headings += ["total\nGiB", "bytes\n/param"]
     headings += [f"per GPU\nof {gpus}"] if gpus > 1 else []
     headings += ["activa-\ntions", "peak of\na GPU"] if with_activations else []
     if gpu_memory is not None:
-        headings += (
-            [f"free of\n{gpu_memory:g} GiB"] if with_activations else [f"left for\nactivations\nof {gpu_memory:g} GiB"]
-        )
+        what = "free of\n" if with_activations else "left for\nactivations\nof "
+        headings += [f"{what}{gpu_memory:g} GiB"]
     for heading in headings:
         lines.add_column(heading, justify="right", no_wrap=True)
-    for row, peak in zip(rows, peaks, strict=True):
-        used = row.per_gpu(gpus) if peak is None else peak
+    for row in rows:
+        peak = row.peak(gpus, gradient_accumulation_steps)
         sizes: list[float | None] = [row.memory.weights.total(), row.gradients(gpus), row.memory.state.total()]
         sizes += [gpus * row.step] if with_step else []
         sizes += [row.on_host(gpus)] if with_host else []
-        cells = [*_in_units(sizes, power), *_in_units([row.total(gpus)], power)]
-        cells += [f"{row.total(gpus) / row.memory.parameters:,.2f}"]
-        cells += _in_units([row.per_gpu(gpus)], power) if gpus > 1 else []
-        if with_activations:
-            cells += _in_units([None if row.activations is None else row.activations.peak, peak], power)
+        cells = [*_in_gib(*sizes, row.total(gpus)), f"{row.total(gpus) / row.memory.parameters:,.2f}"]
+        cells += _in_gib(row.per_gpu(gpus)) if gpus > 1 else []
+        cells += _in_gib(row.activations and row.activations.peak, peak) if with_activations else []
         if gpu_memory is not None:
-            cells += ["-" if with_activations and peak is None else f"{gpu_memory - used / GIB:,.2f}"]
+            used = peak if with_activations else row.per_gpu(gpus)
+            cells += _in_gib(None if used is None else gpu_memory * GIB - used)
         lines.add_row(row.name, *cells)
     return lines
 
 
-def _in_units(sizes: list[float | None], power: int) -> list[str]:
-    return ["-" if size is None else f"{size / 2**power:,.2f}" for size in sizes]
+def _in_gib(*sizes: float | None) -> list[str]:
+    return ["-" if size is None else f"{size / GIB:,.2f}" for size in sizes]
 
 
-def _as_data(rows: list[Row], notes: list[str], setup: Setup) -> dict[str, Any]:
-    """The estimate as JSON data: bytes over all GPUs, except where the key says `per_gpu`."""
-    gpus = setup.gpus
-    return {
-        "parameters": rows[0].memory.parameters,
-        "setup": setup._asdict(),
-        "rows": [
-            {
-                "name": row.name,
-                "weights": row.memory.weights.total(),
-                "gradients": row.gradients(gpus),
-                "state": row.memory.state.total(),
-                "step_per_gpu": row.step,
-                "host": row.on_host(gpus),
-                "total": row.total(gpus),
-                "bytes_per_parameter": row.total(gpus) / row.memory.parameters,
-                "per_gpu": row.per_gpu(gpus),
-                "bytes_per_parameter_per_gpu": row.per_gpu(gpus) / row.memory.parameters,
-                "activations_per_gpu": None if row.activations is None else row.activations.peak,
-                "activations_per_layer": None if row.activations is None else row.activations.per_layer,
-                "peak_per_gpu": row.peak(gpus, setup.gradient_accumulation_steps),
-                "kept_in_fp32": row.fp32_parts,
-                "state_kept_in_bf16": row.kept_in_bf16,
-            }
-            for row in rows
-        ],
-        "notes": notes,
-    }
+def best(settings: list[Setting]) -> Setting | None:
+    """The first setting that fits."""
+    return next((setting for setting in settings if setting.missing <= 0), None)
+
+
+def table_of_settings(settings: list[Setting]) -> Table:
+    """Format what `find_fit` has found as a table; an arrow marks the first setting that fits."""
+    from rich import box
+    from rich.table import Table
+
+    lines = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
+    lines.add_column("")
+    lines.add_column("setting", no_wrap=True)
+    for heading in ("micro-\nbatch", "accu-\nmulate", "peak\nGiB", "disk\nGiB", "host\nGiB"):
+        lines.add_column(heading, justify="right", no_wrap=True)
+    lines.add_column("fits")
+    for each in settings:
+        sizes = [str(each.batch_size), str(each.gradient_accumulation_steps), *_in_gib(each.peak, each.checkpoint)]
+        sizes += _in_gib(each.host) if each.host else [""]
+        mark, fits = "→" if each is best(settings) else "", "yes" if each.missing <= 0 else "no"
+        lines.add_row(mark, each.option.title, *sizes, fits)
+    return lines
+
+
+def explain(settings: list[Setting], gpu_memory: float, load_in_fp32: int) -> str:
+    """What stands below the table of settings: what its words mean, and the lines to paste for the best setting.
+
+    Args:
+        settings: what `find_fit` has found.
+        gpu_memory: GiB of each GPU.
+        load_in_fp32: bytes of host memory for the model in FP32.
+    """
+    from hf_lowprec.tools.estimate.fit import RESERVE
+
+    lines = [
+        f"A setting fits if its peak leaves {RESERVE / GIB:g} of {gpu_memory:g} GiB free, for CUDA and for kernels.",
+        "disk: a checkpoint. host: host memory. release: gradient release.",
+        f"Loading the model in FP32 takes {load_in_fp32 / GIB:,.2f} GiB of host memory in each process.",
+    ]
+    if any(each.sync_each_batch for each in settings):
+        lines.append("Where whole gradients do not fit, FSDP2 reduces them after every micro-batch (sync_each_batch).")
+    chosen = best(settings)
+    if chosen is None:
+        least = min(settings, key=lambda setting: setting.peak)
+        lines += [
+            f"\nNothing fits: {least.missing / GIB:,.2f} GiB are missing for {least.option.title}.",
+            "Try a smaller --batch-size or --sequence-length, or more --gpus. Or train adapters.",
+        ]
+        return "\n".join(lines)
+    if "clip=delayed" in chosen.option.optim_args:
+        lines.append("clip=delayed clips by the norm of the step before: use a warmup.")
+    return "\n".join([*lines, "", _arguments(chosen)])
+
+
+def _arguments(setting: Setting) -> str:
+    """The lines of a script."""
+    values: dict[str, Any] = {"output_dir": "out", "optim": setting.option.optim}
+    if setting.option.optim_args:
+        values["optim_args"] = setting.option.optim_args
+    values["gradient_checkpointing"] = setting.option.gradient_checkpointing
+    values["per_device_train_batch_size"] = setting.batch_size
+    values["gradient_accumulation_steps"] = setting.gradient_accumulation_steps
+    if setting.sync_each_batch:
+        values["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    lines = ("    {}={},\n".format(key, repr(value).replace("'", '"')) for key, value in values.items())
+    return f"args = TrainingArguments(\n{''.join(lines)})"

@@ -34,31 +34,11 @@ class Activations(NamedTuple):
         with_gradients: the same where the gradients of the weights are new tensors, which appear one after the other
             during the backward, as in training without gradient accumulation.
         with_release: the same with gradient release, which frees them on the way.
-        per_layer: what a layer keeps from its forward until its backward, on average.
-        layers: the number of layers.
-        rest: the other part of `peak`: embeddings, logits, the loss and what the backward needs for a moment.
     """
 
     peak: int
     with_gradients: int
     with_release: int
-    per_layer: float
-    layers: int
-
-    @property
-    def rest(self) -> float:
-        """The rest of `peak` after the layers."""
-        return self.peak - self.per_layer * self.layers
-
-
-def choose_attention(model: PreTrainedModel) -> str:
-    """Give a model `sdpa` attention if it has that, as training does by default; its name."""
-    try:
-        model.set_attn_implementation("sdpa")
-    except (ValueError, ImportError):
-        model.set_attn_implementation("eager")
-        return "eager"
-    return "sdpa"
 
 
 def estimate_activations(
@@ -90,9 +70,8 @@ def estimate_activations(
         except ValueError as error:
             raise InputError(f"{name} has no gradient checkpointing ({error})") from None
     memory = LiveMemory()
-    kept: list[int] = []
     try:
-        with torch.enable_grad(), _hooks(model, memory, kept), _gpu_kernels(), memory, _NoPadding():
+        with torch.enable_grad(), _gradients_apart(model, memory), _gpu_kernels(), memory, _NoPadding():
             loss = model(**inputs).loss
             if loss is None:
                 raise InputError(f"{name} computes no loss")
@@ -107,8 +86,7 @@ def estimate_activations(
             param.grad = None
         if gradient_checkpointing:
             getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-    peaks = memory.peak, memory.peak_with_gradients, memory.peak_with_release
-    return Activations(*peaks, sum(kept) / max(len(kept), 1), len(kept))
+    return Activations(memory.peak, memory.peak_with_gradients, memory.peak_with_release)
 
 
 def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
@@ -128,47 +106,22 @@ def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> di
 
 
 @contextmanager
-def _hooks(model: nn.Module, memory: LiveMemory, kept: list[int]) -> Iterator[None]:
-    """Note what each layer keeps, and tell the gradients of weights from activations."""
-    before: list[int] = []
-
-    def enter(*_: Any) -> None:
-        before.append(memory.live)
-
-    def leave(*_: Any) -> None:
-        begun = before.pop()
-        if not in_backward:  # a checkpointed layer runs again
-            kept.append(memory.live - begun)
-
-    in_backward: list[bool] = []
+def _gradients_apart(model: nn.Module, memory: LiveMemory) -> Iterator[None]:
+    """Tell the gradients of weights from activations."""
     bucket = GradientBucket()
 
     def note_gradient(param: Tensor) -> None:
-        in_backward[:] = [True]
         if param.grad is not None:
             memory.count_as_gradient(param.grad)
             memory.released += sum(each.nbytes for each in bucket.take(bucket.add(param)))
 
-    handles = []
-    for layer in _layers(model):
-        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
-    for param in model.parameters():
-        if param.requires_grad:
-            handles.append(param.register_post_accumulate_grad_hook(note_gradient))
+    trained = (param for param in model.parameters() if param.requires_grad)
+    handles = [param.register_post_accumulate_grad_hook(note_gradient) for param in trained]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the outermost lists of a model."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _layers(child)
 
 
 class _NoPadding(TorchDispatchMode):

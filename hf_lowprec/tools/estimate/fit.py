@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_lowprec.tools.estimate.activations import Activations, choose_attention, estimate_activations
-from hf_lowprec.tools.estimate.rows import lora_row, low_precision_row
+from hf_lowprec.tools.estimate.activations import Activations, estimate_activations
+from hf_lowprec.tools.estimate.rows import low_precision_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ class Option(NamedTuple):
     """An optimizer with its options, as in TrainingArguments.
 
     Attributes:
-        title: the words for it.
+        title: the words for it; *release* is gradient release.
         optim: as in TrainingArguments.
         optim_args: as in TrainingArguments.
         gradient_checkpointing: as in TrainingArguments.
@@ -37,19 +37,19 @@ class Option(NamedTuple):
 OPTIONS = (
     Option("split, without gradient checkpointing", "adamw_bf16_split", gradient_checkpointing=False),
     Option("split", "adamw_bf16_split"),
-    Option("split, gradient release", "adamw_bf16_split", _RELEASE),
+    Option("split, release", "adamw_bf16_split", _RELEASE),
     Option("split, 8-bit states", "adamw_bf16_split", _INT8),
-    Option("split, 8-bit states, gradient release", "adamw_bf16_split", f"{_INT8},{_RELEASE}"),
+    Option("split, 8-bit states, release", "adamw_bf16_split", f"{_INT8},{_RELEASE}"),
     Option("stochastic", "adamw_bf16_sr"),
-    Option("stochastic, gradient release", "adamw_bf16_sr", _RELEASE),
+    Option("stochastic, release", "adamw_bf16_sr", _RELEASE),
     Option("stochastic, 8-bit states", "adamw_bf16_sr", _INT8),
-    Option("stochastic, 8-bit states, gradient release", "adamw_bf16_sr", f"{_INT8},{_RELEASE}"),
+    Option("stochastic, 8-bit states, release", "adamw_bf16_sr", f"{_INT8},{_RELEASE}"),
     Option("Adafactor, split", "adafactor_bf16_split"),
-    Option("Adafactor, split, gradient release", "adafactor_bf16_split", _RELEASE),
-    Option("Adafactor, stochastic, gradient release", "adafactor_bf16_sr", _RELEASE),
+    Option("Adafactor, split, release", "adafactor_bf16_split", _RELEASE),
+    Option("Adafactor, stochastic, release", "adafactor_bf16_sr", _RELEASE),
     Option("split, states on the host", "adamw_bf16_split", _OFFLOAD),
-    Option("split, states and gradients on the host", "adamw_bf16_split", _OFFLOAD_ALL),
-    Option("split, states on the host, gradient release", "adamw_bf16_split", f"{_OFFLOAD},{_RELEASE}"),
+    Option("split, states, gradients on host", "adamw_bf16_split", _OFFLOAD_ALL),
+    Option("split, states on the host, release", "adamw_bf16_split", f"{_OFFLOAD},{_RELEASE}"),
 )
 """In the order in which they are proposed. Checkpointing and smaller micro-batches cost time; release costs exact
 clipping; 8-bit states, the other modes and Adafactor change what is computed; states on the host cost most time."""
@@ -80,36 +80,16 @@ class Setting(NamedTuple):
     host: int
 
 
-class Fit(NamedTuple):
-    """The result of `find_fit`.
-
-    Attributes:
-        settings: in the order of `OPTIONS`.
-        load_in_fp32: bytes of host memory for the model in FP32.
-        adapters: bytes of a GPU for LoRA, without activations.
-    """
-
-    settings: list[Setting]
-    load_in_fp32: int
-    adapters: float
-
-    @property
-    def best(self) -> Setting | None:
-        """The first setting that fits."""
-        return next((setting for setting in self.settings if setting.missing <= 0), None)
-
-
 def find_fit(
     build: Callable[[], PreTrainedModel],
     gpu_bytes: float,
     gpus: int,
     batch_size: int,
-    gradient_accumulation_steps: int,
     sequence_length: int,
+    gradient_accumulation_steps: int,
     gradient_checkpointing: bool,
-    lora: int,
-) -> Fit:
-    """Try each option with the largest micro-batch that fits, or else the one that needs the least memory.
+) -> list[Setting]:
+    """Try each of `OPTIONS` with the largest micro-batch that fits, or else the one that needs the least memory.
 
     A step sees the same sequences in all settings, so gradient release, which cannot accumulate, has one micro-batch.
 
@@ -118,10 +98,9 @@ def find_fit(
         gpu_bytes: memory of each GPU.
         gpus: number of GPUs over which FSDP2 shards the training state.
         batch_size: sequences per GPU in the largest micro-batch.
-        gradient_accumulation_steps: micro-batches of that size per step.
         sequence_length: tokens per sequence.
+        gradient_accumulation_steps: micro-batches of that size per step.
         gradient_checkpointing: whether to try no options without it.
-        lora: the rank of the adapters.
 
     Raises:
         InputError: the activations of the model cannot be estimated.
@@ -134,7 +113,6 @@ def find_fit(
         row = low_precision_row(model, option.optim, option.optim_args or None, gpus, 1 if sync else steps)
         key = option.gradient_checkpointing, size
         if key not in counted:
-            choose_attention(model)
             counted[key] = estimate_activations(model, size, sequence_length, option.gradient_checkpointing)
         peak = row._replace(activations=counted[key]).peak(gpus, steps)
         assert peak is not None
@@ -158,5 +136,4 @@ def find_fit(
             if tried[-1].missing <= 0:
                 break
         settings.append(min(tried, key=lambda setting: setting.peak))
-    adapters = lora_row(build(), lora, gpus, gradient_accumulation_steps).per_gpu(gpus)
-    return Fit(settings, 4 * sum(param.numel() for param in build().parameters()), adapters)
+    return settings

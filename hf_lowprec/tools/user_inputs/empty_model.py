@@ -1,6 +1,6 @@
 """Build a model without weights from its config.json alone.
 
-The file is not trusted: no code or weights that it names are loaded, and its numbers are checked first.
+The file is not trusted: no code or weights that it names are loaded, and the number of modules is limited.
 """
 
 from __future__ import annotations
@@ -17,17 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-MAX_REPEATS = 10_000
-"""Maximum number of layers, blocks or stages of a model; the deepest published models have about a thousand."""
-MAX_LABELS = 1_000_000
 MAX_MODULES = 200_000
 """Maximum number of modules of a model, which take 20 seconds to build; 2048 experts in 15 layers are half of it."""
 
-_REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
-_COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|(?<!feature_layer)s$")
-"""Counts are never negative. A layer's index may be: `vision_feature_layer=-2`, `vision_feature_layers=[-2, -5]`."""
-_SIZE = re.compile(r"(size|dim|head|channel|width)s?$|^[dn]_")
-"""Sizes and numbers of parts. Some may be zero (`type_vocab_size`), so they are mentioned only after an error."""
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
 """Prefixes of model names that make timm load the model's definition from elsewhere."""
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
@@ -43,7 +35,8 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         The configuration, and the transformers class of the model.
 
     Raises:
-        InputError: there is no configuration, it is not that of a transformers model, or its numbers are implausible.
+        InputError: there is no configuration, it is not that of a transformers model, it is quantized,
+            or it names files.
     """
     import transformers
 
@@ -60,10 +53,8 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         code = "; the code that its auto_map names is not run" if "auto_map" in content else ""
         raise InputError(f"{failed}: model_type={model_type!r} is none of transformers'{code}")
-    with explain_input_errors(failed, hint=_name_small_sizes(content)):
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(
-            _drop_implementations(content), attn_implementation="eager"
-        )
+    with explain_input_errors(failed):
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(_drop_implementations(content))
     names = config.architectures
     if not isinstance(names, list) or not names:
         raise InputError(
@@ -87,9 +78,8 @@ def build_empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> n
     """
     import torch
 
-    small_sizes = _name_small_sizes(config.to_dict())
     with (
-        explain_input_errors(f"{cls.__name__} cannot be built from its configuration", hint=small_sizes),
+        explain_input_errors(f"{cls.__name__} cannot be built from its configuration"),
         torch.device("meta"),
         _limit_modules(),
     ):
@@ -98,20 +88,13 @@ def build_empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> n
         if not param.numel():
             raise InputError(
                 f"with the numbers in its configuration {cls.__name__} has a weight without elements: {name} of shape "
-                f"{tuple(param.shape)}{small_sizes}"
+                f"{tuple(param.shape)}"
             )
     return model
 
 
-def _name_small_sizes(content: dict[str, Any]) -> str:
-    """The end of a message, naming the sizes of a configuration that are not positive; empty if all are."""
-    sizes = ((key, value) for key, value in _items(content) if _SIZE.search(str(key)) and type(value) is int)
-    small = dict.fromkeys(f"{key}={value}" for key, value in sizes if value <= 0)
-    return f"; it has {', '.join(small)}" if small else ""
-
-
 def _check_config(content: dict[str, Any], name: str) -> None:
-    """Raise InputError for a configuration that is too large, has negative counts, or makes libraries load files.
+    """Raise InputError for a configuration of a quantized model, or one that makes libraries load files.
 
     Args:
         content: the parsed config.json.
@@ -132,14 +115,6 @@ def _check_config(content: dict[str, Any], name: str) -> None:
             raise InputError(
                 f"backbone={value!r} in the configuration of {name!r} is another repository, which is not read; "
                 "set its configuration as backbone_config"
-            )
-        highest = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
-        if highest is None or not isinstance(value, int | float):
-            continue
-        lowest = 0 if _COUNT.search(key) else -highest
-        if not lowest <= value <= highest:
-            raise InputError(
-                f"{key}={value} in the configuration of {name!r} is not between {lowest:,} and {highest:,}"
             )
 
 
