@@ -112,25 +112,10 @@ def test_a_damaged_optimizer_state_is_not_passed_over(runs, tmp_path):
     result = run(folder)
     text = " ".join(result.output.split())
     assert result.exit_code == 1
-    assert "cannot be read" in text and "optimizer.pt has 3000 bytes, but" in text
+    assert "cannot be read" in text and "optimizer.pt has 3000 bytes instead of" in text
+    assert json.loads(run(folder, "--json").output)["findings"][0]["code"] == "damaged"
     (folder / MANIFEST_NAME).unlink()
     assert "Nothing wrong was found in what could be read." in " ".join(run(folder).output.split())
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
-def test_files_that_contradict_the_manifest(runs, tmp_path, name):
-    """Another run's file, or a flipped bit of a value, opens without an error."""
-    folder, other = tmp_path / "checkpoint-6", runs / "adamw_torch/checkpoint-6"
-    shutil.copytree(runs / "adamw_bf16_kahan/checkpoint-6", folder)
-    content = bytearray((folder / name).read_bytes())
-    content[len(content) // 2] ^= 4
-    for changed in (content, (other / name).read_bytes()):
-        (folder / name).write_bytes(changed)
-        for words in ([folder], [runs / "adamw_bf16_kahan/start", folder]):
-            result = run(*words, "--json")
-            first = json.loads(result.output)["findings"][0]
-            assert result.exit_code == 1 and first["code"] == "damaged"
-            assert f"checkpoint-6' is damaged: {name} " in first["message"], first
 
 
 def test_errors_are_messages(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
+from hf_lowprec.integrations.transformers.checkpoints.manifest import differences
 from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import SCRIPTS
@@ -57,8 +57,10 @@ def ranks_of(mode: tuple[str, str, list[str]]) -> int:
     return 4 if mode in SHARDED_AT_LOAD else 2
 
 
-def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, float | str]) -> forkserver.Done:
-    """Train in `out`, from the last intact checkpoint if there is one."""
+def train(
+    out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, float | str], *more: str
+) -> forkserver.Done:
+    """Train in `out`, from the newest whole checkpoint if there is one."""
     wrapped, optim, options = mode
     words = f"--max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2 --optim {optim}"
     words += f" --per_device_train_batch_size 2 --output_dir {out}"
@@ -67,7 +69,14 @@ def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, f
         words += f" --max_grad_norm {0.5 if DELAYED in options else 0}"
     if any(map(is_good, out.glob("checkpoint-*"))):
         words += " --resume_from_checkpoint True"
-    arguments = [ranks_of(mode), SCRIPTS / "killed_at.py", *killed, *WRAPPED.get(wrapped, [wrapped]), *words.split()]
+    arguments = [
+        ranks_of(mode),
+        SCRIPTS / "killed_at.py",
+        *killed,
+        *WRAPPED.get(wrapped, [wrapped]),
+        *words.split(),
+        *more,
+    ]
     settings = {"HIDDEN_SIZE": "64", "BUCKET_ELEMENTS": "4000"}
     return forkserver.run(SCRIPTS / "forked_ranks.py", [str(word) for word in arguments], timeout=120, **settings)
 
@@ -118,18 +127,18 @@ def lose_nothing(mode: tuple[str, str, list[str]], tmp_path: Path, count: int = 
     assert digest(last) == digest(whole)
 
 
-def test_kills_between_the_files_of_two_ranks_and_before_the_manifest(tmp_path):
-    """Of all that a checkpoint must have, only rank 1's random state is missing; then only the complete manifest."""
-    mode, out = MORE_MODES[2], tmp_path / "killed"
+def test_kills_between_the_files_of_two_ranks_and_after_the_manifest(tmp_path):
+    """Only rank 1's random state is missing, and the older checkpoint is still there; then nothing is missing."""
+    mode, out, limit = MORE_MODES[2], tmp_path / "killed", ("--save_total_limit", "1")
     whole = train(tmp_path / "whole", mode, NEVER)
-    assert train(out, mode, BEFORE_ITS_RANDOM_STATE).returncode != 0
+    assert train(out, mode, BEFORE_ITS_RANDOM_STATE, *limit).returncode != 0
     assert (out / "checkpoint-4/trainer_state.json").exists()
-    with pytest.raises(ValueError, match=r"checkpoint-4' was not finished: rng_state_1.pth is missing"):
-        choose_checkpoint(str(out / "checkpoint-4"), str(out))
-    assert train(out, mode, BEFORE_ON_SAVE).returncode != 0  # it resumed from step 2, so it saved step 6
-    assert not read_manifest(out / "checkpoint-6").complete
+    assert differences(out / "checkpoint-4") == ["saving was not finished"]
+    assert choose_checkpoint(True, str(out)) == str(out / "checkpoint-2")
+    assert train(out, mode, BEFORE_ON_SAVE, *limit).returncode != 0  # it resumed from step 2, so it saved step 6
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-6"]
     assert choose_checkpoint(True, str(out)) == str(out / "checkpoint-6")
-    assert digest(train(out, mode, NEVER)) == digest(whole)
+    assert digest(train(out, mode, NEVER, *limit)) == digest(whole)
 
 
 def is_good(checkpoint: Path) -> bool:
@@ -137,5 +146,5 @@ def is_good(checkpoint: Path) -> bool:
     try:
         return choose_checkpoint(str(checkpoint), str(checkpoint.parent)) == str(checkpoint)
     except ValueError as error:
-        assert f"{checkpoint.name}' was not finished: " in str(error)
+        assert f"{checkpoint.name}' is not a whole checkpoint: saving was not finished" in str(error)
         return False

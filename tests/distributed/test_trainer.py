@@ -76,7 +76,7 @@ def test_the_report_says_that_it_is_active():
 
 
 def test_a_rank_that_is_killed_while_it_saves_loses_nothing_that_was_complete(tmp_path):
-    """Each of the two checkpoints has a shard of the weights and one of the states per rank; the fourth is damaged."""
+    """Each checkpoint has a shard of the weights and one of the states per rank; the fourth is not written."""
     sharded = json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "steps", "--save_steps", "3", "--fsdp_config", sharded]
     trained(2, "fsdp2", *words, folder=str(tmp_path), KILLED_IN_SHARD="4", fails=True)

@@ -12,6 +12,7 @@ With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, and 
 With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
 With BUCKET_ELEMENTS=n gradient release has buckets of that size.
 With HIDDEN_SIZE=n the model has that hidden size; most states can be in 8 bits if it is a multiple of 32.
+With MACHINES=FOLDER in the environment every rank is a machine of its own, which works in FOLDER/RANK.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -128,6 +129,10 @@ class ChangeAWeight(TrainerCallback):
 
 def main(kind: str, *words: str) -> None:
     allow_fsdp_on_cpu()
+    if "MACHINES" in os.environ:
+        os.environ["LOCAL_RANK"] = "0"
+        os.makedirs(f"{os.environ['MACHINES']}/{os.environ['RANK']}", exist_ok=True)
+        os.chdir(f"{os.environ['MACHINES']}/{os.environ['RANK']}")
     die_in_shard(int(os.environ.get("KILLED_IN_SHARD", "0")))
     config = {"version": 2}
     if "STATE_DICT_TYPE" in os.environ:

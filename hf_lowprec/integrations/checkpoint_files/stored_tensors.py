@@ -21,16 +21,7 @@ from hf_lowprec.integrations.checkpoint_files.json_files import path_inside
 
 
 class UnreadableError(InputError):
-    """A file of a checkpoint cannot be read.
-
-    Args:
-        path: the file or folder.
-        reason: the reason, in one line.
-    """
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path} cannot be read: {reason}")
-        self.path, self.reason = path, reason
+    """A file or folder of a checkpoint cannot be read."""
 
 
 @contextmanager
@@ -43,7 +34,7 @@ def explain_unreadable(
     except UnreadableError:
         raise
     except errors as error:
-        raise UnreadableError(path, _reason(error)) from error
+        raise UnreadableError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -159,7 +150,6 @@ class ShardedFolder:
     Needs no process group.
 
     Attributes:
-        metadata: what `read_metadata` returns; its errors are raised when this object is built.
         infos: the shape and dtype of each tensor, and None for each other object, by their paths.
     """
 
@@ -172,7 +162,7 @@ class ShardedFolder:
             def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
                 return metadata
 
-        self.metadata = metadata = read_metadata(folder)
+        metadata = read_metadata(folder)
         self._folder = folder
         self._reader = Reader(folder)
         with explain_unreadable(folder / ".metadata"):
@@ -215,14 +205,6 @@ class ShardedFolder:
         return StoredTensors(
             {path[0]: info for path, info in infos.items() if len(path) == 1}, lambda name: self.read((root, name))
         )
-
-    def check_objects(self) -> None:
-        """Raise UnreadableError if an object that is no tensor is damaged, or holds anything but data.
-
-        torch's own reader, which resuming uses, runs what it names.
-        """
-        stored = self.metadata.state_dict_metadata.items()
-        self._load({key: None for key, one in stored if _info(one) is None})
 
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Fill in the values of `state_dict`."""

@@ -35,7 +35,7 @@ def open_weights(folder: Path) -> StoredTensors:
             return open_safetensors([folder / weights])
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return open_safetensors(files_of_index(index))
+        return open_safetensors(_files_of_index(index))
     if (folder / _SHARDED_WEIGHTS).is_dir():
         return ShardedFolder(folder / _SHARDED_WEIGHTS).tensors("model")
     for weights in ("pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin"):
@@ -79,7 +79,7 @@ def open_zero_weights(folder: Path) -> StoredTensors:
     return StoredTensors(infos, lambda name: tensors[name].contiguous())
 
 
-def files_of_index(index: Path) -> list[Path]:
+def _files_of_index(index: Path) -> list[Path]:
     """The files over which an index says that weights are split.
 
     Raises:

@@ -25,7 +25,7 @@ RUN_EPOCH = "_run_epoch"
 """Trainer's method that trains for (the rest of) an epoch; it compares steps with `max_steps` only after a step."""
 
 SAVE_CHECKPOINT = "_save_checkpoint"
-"""Trainer's method that writes a checkpoint, `trainer_state.json` last, and then deletes older ones."""
+"""Trainer's method that writes a checkpoint, `trainer_state.json` last, and then pushes it and deletes older ones."""
 
 LOAD_CHECKPOINT = "_load_from_checkpoint"
 """Trainer's method that loads a checkpoint's weights when resuming; its last argument is the model."""
@@ -129,6 +129,16 @@ def trainer_states_read_by(
         return read(Path(json_path), cls)
 
     return temporarily_wrapped(TrainerState, "load_from_json", load_from_json)
+
+
+def calling_after_trainer_state(act: Callable[[], None]) -> AbstractContextManager[None]:
+    """Call `act` inside when Trainer has written `trainer_state.json`, before it deletes older checkpoints."""
+
+    def save_to_json(original: Callable, state: TrainerState, json_path: str) -> None:
+        original(state, json_path)
+        act()
+
+    return temporarily_wrapped(TrainerState, "save_to_json", save_to_json)
 
 
 def read_checkpoints_in_float32(trainer: Trainer) -> None:

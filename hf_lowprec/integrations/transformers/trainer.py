@@ -32,11 +32,11 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     "create_accelerator_and_postprocess": trainer_setup.create_accelerator,
     # Clips inside the optimizer's step, where Trainer scales gradients on several device meshes itself.
     private_apis.NORM_OVER_MESHES: trainer_setup.norm_over_meshes,
-    # Chooses a good checkpoint to resume from, and reads its state.
+    # Chooses a whole checkpoint to resume from, and reads its state.
     "train": trainer_methods.train,
     # Ends a run that resumes from its final checkpoint; Trainer would take one more step.
     private_apis.RUN_EPOCH: trainer_methods.run_epoch,
-    # Writes an incomplete manifest before the checkpoint's files; the complete one follows in `on_save`.
+    # Writes the checkpoint's manifest when all ranks have written their files, before older ones are deleted.
     private_apis.SAVE_CHECKPOINT: trainer_methods.save_checkpoint,
     # Saves shards of models sharded at load, whose state Trainer does not save.
     private_apis.SAVE_OPTIMIZER: sharded_at_load.save_optimizer,
@@ -44,7 +44,7 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     "save_model": trainer_methods.save_model,
     # Loads weights into the parameters that the optimizer holds.
     private_apis.LOAD_CHECKPOINT: trainer_methods.load_checkpoint,
-    # The same for the best checkpoint, once its files are checked.
+    # The same for the best checkpoint.
     private_apis.LOAD_BEST: trainer_methods.load_best,
 }
 """Method -> its replacement, for Trainers with our callback."""

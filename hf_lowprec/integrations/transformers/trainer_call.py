@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter
 
 _ATTRIBUTE = "_hf_lowprec"
 """The Trainer's attribute that holds its `Attachment`."""
@@ -48,13 +48,13 @@ class Attachment:
 
     Attributes:
         callback: the callback that the Trainer was built with.
-        manifests: the writer of its checkpoints' manifests; a new one for each run.
         saves_checkpoint: whether it is saving a checkpoint.
+        saved: the checkpoint that it has saved, until its callbacks have run.
     """
 
     callback: LowPrecisionCallback
-    manifests: ManifestWriter = dataclasses.field(default_factory=ManifestWriter)
     saves_checkpoint: bool = False
+    saved: Path | None = None
 
 
 def attach(trainer: Trainer, callback: LowPrecisionCallback) -> None:

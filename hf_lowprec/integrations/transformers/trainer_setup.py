@@ -18,7 +18,7 @@ from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import complete_manifest
+from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import after_callbacks
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_trainable
 from hf_lowprec.integrations.transformers.reports.lost_updates_warning import add_lost_updates_warning
@@ -81,7 +81,7 @@ def build(call: TrainerCall) -> None:
         callback.prepare(trainer.accelerator)
     if type(trainer).create_optimizer is not Trainer.create_optimizer:  # it need not call Trainer's
         wrap_method(trainer, "create_optimizer", _create_optimizer_of_subclass)
-    wrap_method(trainer.callback_handler, "on_save", functools.partial(complete_manifest, call.attachment))
+    wrap_method(trainer.callback_handler, "on_save", functools.partial(after_callbacks, call.attachment))
     # Ours comes first, so that other callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))

@@ -42,9 +42,8 @@ from hf_lowprec.integrations.export.model_folder import (
     write_model_folder,
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
-from hf_lowprec.integrations.transformers.checkpoints import damage
-from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, replace_file
-from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, check_files, replace_file
+from hf_lowprec.integrations.transformers.checkpoints.resume import holds_optimizer
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.tools.export.weight_layout import WeightLayout
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
@@ -112,7 +111,7 @@ def export_checkpoint(
         max_shard_size: the size of a weight file, as in transformers.
 
     Raises:
-        ValueError: the checkpoint is damaged, unfinished, quantized or of a kind that cannot be exported, or
+        ValueError: the checkpoint cannot be read, or is unfinished, quantized or of a kind that cannot be exported, or
             `save_directory` is not empty. The message says what to do.
         OSError: `save_directory` cannot be written.
     """
@@ -136,12 +135,10 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
         raise ValueError(f"there is no checkpoint {str(checkpoint)!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} is not an empty folder; export to a new one")
-    if (checkpoint / TRAINER_STATE_NAME).exists() or (checkpoint / MANIFEST_NAME).exists():
-        check_good(checkpoint)
+    check_files(checkpoint, "checkpoint")
+    if (checkpoint / TRAINER_STATE_NAME).exists():
         return
-    if broken := damage.files_that_do_not_open(checkpoint):
-        raise ValueError(f"checkpoint={str(checkpoint)!r} is damaged: {', '.join(broken[:5])}")
-    saved_by_accelerate = damage.holds_optimizer(checkpoint) or (checkpoint / PARAMETERS_NAME).exists()
+    saved_by_accelerate = holds_optimizer(checkpoint) or (checkpoint / PARAMETERS_NAME).exists()
     if saved_by_accelerate and not any(checkpoint.glob("random_states_*.pkl")):  # they are written last
         raise ValueError(f"checkpoint={str(checkpoint)!r} was not finished: it has no random_states_0.pkl")
     inner = sorted(path.name for path in checkpoint.glob("checkpoint[-_]*") if path.is_dir())
@@ -173,7 +170,7 @@ def _notes(checkpoint: Path, optimizers: list[StoredOptimizer]) -> list[str]:
         return []
     if is_zero_checkpoint(checkpoint):
         return ["DeepSpeed's optimizer states hold the FP32 weights, compensation or remainder included"]
-    if not damage.holds_optimizer(checkpoint):
+    if not holds_optimizer(checkpoint):
         return ["no optimizer state (save_only_model=True?): the weights are as they were stored, without compensation"]
     if not any(optimizer.is_ours for optimizer in optimizers):
         return ["saved by an optimizer of another library, which has no compensation: the weights are as stored"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
-from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
+from hf_lowprec.integrations.transformers.checkpoints.manifest import check_files
 from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.tools.inspection.checkpoint import Checkpoint, open_checkpoint
 from hf_lowprec.tools.inspection.comparison import Comparison, compare_checkpoints
@@ -59,11 +58,10 @@ def inspect_checkpoints(
 
 def _damaged(checkpoint: Checkpoint) -> list[Finding]:
     """A finding if the files of a checkpoint are not those that its manifest lists."""
-    if (checkpoint.folder / MANIFEST_NAME).exists():
-        try:
-            check_good(checkpoint.folder)
-        except ValueError as error:
-            return [Finding.of("damaged", str(error))]
+    try:
+        check_files(checkpoint.folder, "checkpoint")
+    except ValueError as error:
+        return [Finding.of("damaged", str(error))]
     return []
 
 

@@ -219,24 +219,16 @@ class TestWithoutCompensation:
 
 
 class TestRefusals:
-    def test_a_flipped_bit(self, saved, tmp_path):
+    def test_a_missing_file(self, saved, tmp_path):
         shutil.copytree(saved[1], tmp_path / "checkpoint-3")
-        file = tmp_path / "checkpoint-3/optimizer.pt"
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        (tmp_path / "checkpoint-3/optimizer.pt").unlink()
         message = refused(tmp_path / "checkpoint-3", tmp_path / "out")
-        assert "is damaged: optimizer.pt does not match its checksum" in message and message.startswith("checkpoint=")
+        assert "is not a whole checkpoint: optimizer.pt is missing" in message and message.startswith("checkpoint=")
 
     def test_an_unfinished_state_of_accelerate(self, tmp_path):
         accelerate_state(tmp_path / "state", llama(), rounding="kahan")
         (tmp_path / "state/random_states_0.pkl").unlink()
         assert "was not finished" in refused(tmp_path / "state", tmp_path / "out")
-
-    def test_a_damaged_state_of_accelerate(self, tmp_path):
-        accelerate_state(tmp_path / "state", llama(), rounding="kahan")
-        (tmp_path / "state/optimizer.bin").write_bytes(b"")
-        assert "is damaged: optimizer.bin is empty" in refused(tmp_path / "state", tmp_path / "out")
 
     def test_no_names(self, checkpoint, tmp_path):
         (checkpoint / PARAMETERS_NAME).unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,13 +23,8 @@ from hf_lowprec.integrations.transformers.checkpoints.loaded_weights import (
     load_in_place,
     load_low_bits_of_optimizer,
 )
-from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank
-from hf_lowprec.integrations.transformers.checkpoints.resume import (
-    check_best,
-    check_state_dict_type,
-    choose_checkpoint,
-    manifest_of,
-)
+from hf_lowprec.integrations.transformers.checkpoints.manifest import begin_checkpoint, finish_checkpoint
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_state_dict_type, choose_checkpoint
 from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_weights, save_weights
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trainer_call import Attachment, TrainerCall
@@ -43,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(call: TrainerCall) -> Any:
-    """`Trainer.train`: choose a good checkpoint to resume from, and begin the run's manifests.
+    """`Trainer.train`: choose a whole checkpoint to resume from.
 
     If training raises an exception, end the run as far as the callback can.
 
@@ -54,7 +48,6 @@ def train(call: TrainerCall) -> Any:
     if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
         check_state_dict_type(Path(checkpoint), private_apis.state_dict_type(call.trainer))
     call.arguments["resume_from_checkpoint"] = checkpoint
-    call.attachment.manifests = ManifestWriter(manifest_of(checkpoint))
     with (
         private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext(),
         _ending_by_error(call),
@@ -88,20 +81,31 @@ def run_epoch(call: TrainerCall) -> None:
 
 
 def save_checkpoint(call: TrainerCall) -> None:
-    """Write an incomplete manifest, and let Trainer save the checkpoint; `complete_manifest` does the rest."""
-    trainer, manifests = call.trainer, call.attachment.manifests
+    """`Trainer._save_checkpoint`: mark the checkpoint as unfinished until all ranks have written their files."""
+    trainer, attachment = call.trainer, call.attachment
     if isinstance(optimizer := unwrap_optimizer(trainer.optimizer), ScheduleFreeAdamW):
         optimizer.eval()  # the next training step calls `train()`
-    folder = manifests.folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
+    folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
     if trainer.args.should_save:
-        manifests.begin(folder, trainer.state.global_step, optimizer, _random_states(trainer.args))
+        begin_checkpoint(folder)
         write_parameter_names(folder, trainer.model, [trainer.optimizer])
         if private_apis.saves_sharded(trainer):  # Trainer would write weights alone
             write_model_description(folder, trainer.model, trainer.processing_class)
-    trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is marked as incomplete
-    call.attachment.saves_checkpoint = True
+    trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is gone
+    finished = False
+
+    def finish() -> None:
+        nonlocal finished
+        if not finished:
+            finished = True
+            _finish_on_every_rank(folder, trainer.args)
+
+    attachment.saves_checkpoint = True
     try:
-        call.proceed()
+        # Before Trainer deletes older checkpoints. Ranks that do not write its state come there afterwards.
+        with private_apis.calling_after_trainer_state(finish):
+            call.proceed()
+        finish()
     except Exception:  # torch's message for a full disk does not mention the disk
         free = shutil.disk_usage(trainer.args.output_dir).free // 2**20
         logger.error(
@@ -109,19 +113,19 @@ def save_checkpoint(call: TrainerCall) -> None:
         )
         raise
     finally:
-        call.attachment.saves_checkpoint = False
+        attachment.saves_checkpoint = False
+    attachment.saved = folder
 
 
-def _random_states(args: TrainingArguments) -> list[str]:
-    """The names of the random states that ranks write to the folder that this one writes to."""
-    if args.save_only_model:
-        return []
-    if args.world_size == 1:
-        return ["rng_state.pth"]
-    first, count = 0, args.world_size
-    if args.save_on_each_node:
-        first, count = args.process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return [f"rng_state_{rank}.pth" for rank in range(first, first + count)]
+def _finish_on_every_rank(folder: Path, args: TrainingArguments) -> None:
+    """Write the manifests when all ranks have written their files. Every rank must call it, and returns when all have.
+
+    With `save_on_each_node`, a machine must not delete its older checkpoints before the others have this one.
+    """
+    gather_objects(None, "saving a checkpoint")
+    if args.should_save and folder.is_dir():
+        finish_checkpoint(folder)
+    gather_objects(None, "saving a checkpoint")
 
 
 def save_model(call: TrainerCall) -> None:
@@ -138,21 +142,14 @@ def save_model(call: TrainerCall) -> None:
         call.proceed()
 
 
-def complete_manifest(
+def after_callbacks(
     attachment: Attachment, original: Callable, handler: CallbackHandler, args: TrainingArguments, *others: Any
 ) -> Any:
-    """`CallbackHandler.on_save`: when all callbacks of all ranks have run, write the complete manifest.
-
-    Each rank computes the checksums of the files that only it has written.
-    """
+    """`CallbackHandler.on_save`: write the manifest again, since callbacks may change the files of a checkpoint."""
     control = original(handler, args, *others)
-    if attachment.manifests.folder is None:
-        return control
-    manifests, folder = attachment.manifests, attachment.manifests.folder
-    manifests.folder = None
-    records = gather_objects(records_of_rank(folder, args.process_index), "saving a checkpoint")
-    if args.should_save:
-        manifests.complete(folder, {name: record for of_rank in records for name, record in of_rank.items()})
+    folder, attachment.saved = attachment.saved, None
+    if folder is not None:
+        _finish_on_every_rank(folder, args)
     return control
 
 
@@ -178,13 +175,8 @@ def load_checkpoint(call: TrainerCall) -> None:
 
 
 def load_best(call: TrainerCall) -> None:
-    """Let Trainer load the best weights at the end of a run, if their files are intact, and load their low bits.
-
-    Raises:
-        ValueError: the files are not intact.
-    """
+    """Let Trainer load the best weights at the end of a run, and load their low bits."""
     best, optimizer = Path(call.trainer.state.best_model_checkpoint), unwrap_optimizer(call.trainer.optimizer)
-    check_best(best)
     call.attachment.callback.weights_match_optimizer = False
     if isinstance(optimizer, ScheduleFreeAdamW):
         optimizer.eval()

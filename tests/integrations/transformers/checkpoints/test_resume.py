@@ -1,6 +1,5 @@
 """Resuming continues bit for bit, in every mode, also after a process died while saving."""
 
-import json
 import re
 import runpy
 import shutil
@@ -11,12 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import save as save_shards
-from transformers import TrainerState
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.optim.optimizer_contents import assert_equal
 from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
@@ -91,7 +86,7 @@ def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algor
 
 @pytest.mark.slow
 def test_a_save_that_was_killed_is_passed_over(tmp_path):
-    """Over the checkpoints of another training, whose manifests and files must not be taken for its own."""
+    """By SIGKILL, over the checkpoints of another training."""
     whole, killed, victim = tmp_path / "whole", tmp_path / "killed", "checkpoint-6/optimizer.pt"
     expected = train(*options(whole, "kahan"))
     train(*options(killed, "stochastic"))
@@ -99,75 +94,6 @@ def test_a_save_that_was_killed_is_passed_over(tmp_path):
     assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
     assert (killed / victim).exists(), "the process must die after the unfinished checkpoint has its name"
     assert train(*options(killed, "kahan"), "--resume", "True") == expected
-
-
-def complete(folder: Path, step: int) -> Path:
-    """A checkpoint without a manifest, as a Trainer without our callback writes it with `save_only_model=True`."""
-    checkpoint = folder / f"checkpoint-{step}"
-    checkpoint.mkdir(parents=True)
-    save_file({"weight": torch.zeros(8)}, checkpoint / "model.safetensors")
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "train_batch_size": 8}))
-    return checkpoint
-
-
-def cut_short(folder: Path, step: int, state: str | None = None) -> Path:
-    checkpoint = folder / f"checkpoint-{step}"
-    checkpoint.mkdir(parents=True)
-    if state is not None:
-        (checkpoint / "trainer_state.json").write_text(state)
-    return checkpoint
-
-
-@pytest.mark.parametrize("damage", [None, "", '{"global_step": 1', "[]"])
-def test_which_checkpoint_is_resumed(tmp_path, damage, caplog):
-    last = complete(tmp_path, 900)
-    unfinished = cut_short(tmp_path, 1000, damage)
-    (tmp_path / "checkpoint-best").mkdir()
-    (tmp_path / "checkpoint-2000").write_text("a file")
-    assert choose_checkpoint(True, str(tmp_path)) == str(last)
-    assert "checkpoint-1000 was not finished" in caplog.text
-    with pytest.raises(ValueError, match=r"checkpoint-1000' was not finished: trainer_state.json .*checkpoint-900'"):
-        choose_checkpoint(str(unfinished), str(tmp_path))
-    assert choose_checkpoint(str(last), str(tmp_path)) == str(last)
-    assert choose_checkpoint(None, str(tmp_path)) is None
-    assert choose_checkpoint(False, str(tmp_path)) is False
-
-
-def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
-    elsewhere = cut_short(tmp_path / "other run", 10)
-    complete(tmp_path / "out", 5)
-    with pytest.raises(ValueError, match=r"other run.*was not finished"):
-        choose_checkpoint(str(elsewhere), str(tmp_path / "out"))
-
-
-def test_the_output_folder_of_a_run_is_answered_with_its_last_checkpoint(tmp_path):
-    """`save_model` and `save_state` have left in it what looks like a checkpoint without optimizer."""
-    settings = {"optim": "adamw_bf16_split", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    trainer = trained(tmp_path, **settings)
-    trainer.save_model()
-    trainer.save_state()
-    with pytest.raises(ValueError, match=r"output folder of a run and has no optimizer state; pass '.*/checkpoint-2',"):
-        trained(tmp_path / "longer", resume=str(tmp_path), **settings)
-
-
-def test_nothing_finished_is_said(tmp_path):
-    cut_short(tmp_path, 10)
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is complete"):
-        choose_checkpoint(True, str(tmp_path))
-    assert choose_checkpoint(True, str(tmp_path / "absent")) is True
-    assert choose_checkpoint("hub/name", str(tmp_path)) == "hub/name"
-
-
-def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
-    for step in (3, 6):
-        folder = tmp_path / f"checkpoint-{step}"
-        for shards in ("pytorch_model_fsdp_0", "optimizer_0"):
-            save_shards({"weight": torch.zeros(8)}, checkpoint_id=folder / shards, no_dist=True)
-        torch.save({}, folder / "scheduler.pt")
-        TrainerState(train_batch_size=8).save_to_json(str(folder / "trainer_state.json"))
-    assert choose_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
-    (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
-    assert choose_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2, "weight_decay": 0.1}

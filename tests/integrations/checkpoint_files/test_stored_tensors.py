@@ -1,0 +1,81 @@
+"""Files of a checkpoint are read without running what they name, or reading outside of it."""
+
+import json
+import pickle
+from pathlib import PosixPath
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, read_metadata
+from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+def test_metadata_has_nothing_but_what_its_reader_allows(tmp_path):
+    """It is a pickle; torch's own reader runs whatever it names."""
+    dtypes = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+    tensors = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in dtypes}
+    state = {"tensors": tensors, "groups": [{"lr": 1.0, "betas": (0.9, 0.99), "name": None}]}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    expected = pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert len(expected.state_dict_metadata) == len(tensors) + 3
+    assert read_metadata(tmp_path) == expected
+    text, own = pickle.dumps(expected, protocol=2), f"{PosixPath.__module__}\nPosixPath\n".encode()
+    for other in (b"pathlib\nWindowsPath\n", b"pathlib._local\nPosixPath\n"):  # of Windows, of Python 3.13
+        assert own in text
+        (tmp_path / ".metadata").write_bytes(text.replace(own, other))
+        assert read_metadata(tmp_path) == expected
+    for name in ("../other/__0_0.distcp", str(tmp_path / "__0_0.distcp")):
+        for part in expected.storage_data.values():
+            part.relative_path = name
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(expected))
+        with pytest.raises(ValueError, match=rf"\.metadata cannot be read: .*{name}', which is outside"):
+            read_metadata(tmp_path)
+
+
+class Creates:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (str(self.file), "w")
+
+
+def test_nothing_is_run_when_shards_are_read(tmp_path):
+    """Neither from the metadata, nor from an object among the tensors."""
+    folder, marker = tmp_path / "optimizer_0", tmp_path / "marker"
+    dcp.save({"optimizer": {"state": torch.ones(2), "lr": Creates(marker)}}, checkpoint_id=folder, no_dist=True)
+    for act in (
+        lambda: ShardedFolder(folder).read(("optimizer", "lr")),
+        lambda: ShardedFolder(folder).outline("optimizer"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"optimizer_0 cannot be read: it names io\.open, which checkpoints do not"
+        ):
+            act()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data["more"] = Creates(marker)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read: it names io\.open"):
+        ShardedFolder(folder)
+    assert not marker.exists()
+
+
+def test_an_index_without_a_map(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match=r"index\.json cannot be read: it has no weight_map"):
+        open_weights(tmp_path)
