@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
 from hf_lowprec.optim.gradient_release.collector import GradientCollector
 from hf_lowprec.optim.sharding import flat_part, full_shape, local_shard, sharding_of
-from hf_lowprec.optim.state.imported_states import COMPENSATIONS
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 from hf_lowprec.tensor_names import layer_number, name_pattern, parameter_kinds
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -69,7 +69,7 @@ class WatchedParameters:
         """This rank's shard of the compensation or remainder that a parameter has now, if it has one."""
         param = self.params[row]
         state = self._optimizer.state.get(param, {})
-        for name in COMPENSATIONS:
+        for name in LOW_BITS_STATES:
             tensor = state.get(name)
             if isinstance(tensor, Tensor) and tensor.shape == param.shape:
                 return local_shard(tensor)

@@ -245,9 +245,6 @@ def test_settings_of_param_groups(group, optimizer, rounding, decays):
     assert (settings.optimizer, settings.rounding, settings.decoupled_decay) == (optimizer, rounding, decays)
     assert (settings.lr, settings.initial_lr, settings.weight_decay) == (0.5, 0.5, 0.1)
     assert ParamGroupSettings({"lr": 0.1}).rounding is None
-    optimi = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "decouple_wd": True}
-    found = [ParamGroupSettings({**optimi, "kahan_sum": is_kahan}).rounding for is_kahan in (True, False)]
-    assert found == ["kahan", "nearest"]
 
 
 def test_copies_are_as_small_as_a_chunk(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.state.states_for_torch import convert_for_torch
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states, is_nonnegative
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
@@ -183,21 +182,6 @@ def test_decoded_states_are_close_to_fp32_states():
             error = (found[name].double() - theirs[name].double()).abs() / theirs[name].double().abs()
             # Three roundings to 2 mantissa bits at least, of up to a quarter each; in the mean much less.
             assert error.median() < 0.15
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_torchs_optimizers_get_values(dtype):
-    source = adamw(rounding="stochastic")
-    target = torch.optim.AdamW(parameters(dtype), lr=1e-2)
-    with torch.device("meta"):  # the default device does not matter
-        converted = convert_for_torch(target, source.state_dict()).state_dict
-    target.load_state_dict(converted)
-    for number, state in enumerate(source.state.values()):
-        found = converted["state"][number]
-        assert found.keys() == {"step", "exp_avg", "exp_avg_sq"} and found["step"] == state["step"]
-        for name in found.keys() - {"step"}:
-            assert torch.equal(found[name], decoded_states(state)[name].float())
-            assert found[name].dtype == FP32
 
 
 @pytest.mark.filterwarnings("ignore:the state of torch:RuntimeWarning")

@@ -89,7 +89,7 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tup
         for param, number in zip(group["params"], saved["params"], strict=True):
             state, owner = states.pop(number, None), f"parameter {number}"
             if state and foreign is not None:
-                state = rounded_to_nearest(optimizer, prepared, param, foreign.state(param, saved, state, owner))
+                state = rounded_to_nearest(optimizer, prepared, param, foreign.state(state))
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
                 _check_state(optimizer, param, prepared, state, owner)
                 if group["state_dtype"] is not None:

@@ -23,10 +23,11 @@ from hf_lowprec.integrations.export.parameter_names import read_parameter_names
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import SUFFIXES
-from hf_lowprec.optim.state.imported_states import COMPENSATIONS, format_of
+from hf_lowprec.optim.state.imported_states import format_of
 from hf_lowprec.optim.state.state_dict_format import HEADER
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 from hf_lowprec.tools.inspection.tensor_facts import any_nonzero
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
@@ -86,8 +87,6 @@ class ParamGroupSettings:
         """The rounding mode of 16-bit weights; None if the keys do not tell."""
         if self._library == "hf_lowprec":
             return str(self._group["rounding"])
-        if self._library and self._library.startswith("optimi."):
-            return "kahan" if self._group.get("kahan_sum") else "nearest"
         return "nearest" if self._library and self._library.startswith("torch.") else None
 
     @property
@@ -110,7 +109,7 @@ class ParamGroupSettings:
         """True if 16-bit states are known to be rounded to nearest."""
         if self._library == "hf_lowprec":
             return self._group.get("state_rounding") == "nearest"
-        return self._library is not None and self._library.startswith(("torch.", "optimi."))
+        return self._library is not None and self._library.startswith("torch.")
 
     @property
     def decays_in_a_step_of_its_own(self) -> bool:
@@ -123,7 +122,7 @@ class ParamGroupSettings:
         """True if the decay multiplies the weights; else it is an L2 penalty added to the gradient."""
         if self._library == "hf_lowprec":
             return bool(self._group.get("decoupled_weight_decay", True)) and "momentum" not in self._group
-        return bool(self._group.get("decoupled_weight_decay", self._group.get("decouple_wd")))
+        return bool(self._group.get("decoupled_weight_decay"))
 
     def describe(self) -> dict[str, Any]:
         """The settings that matter here, as JSON has them."""
@@ -189,14 +188,14 @@ class ParameterState:
     @cached_property
     def has_gradients(self) -> bool:
         """True if the parameter has had a gradient that was not zero, as its moments show."""
-        names = [name for name in self.infos if name not in COMPENSATIONS]
+        names = [name for name in self.infos if name not in LOW_BITS_STATES]
         moment = SECOND_MOMENT if SECOND_MOMENT in names else next(iter(names), None)
         return moment is not None and any_nonzero(self.read(moment))
 
     @cached_property
     def compensation(self) -> bool:
         """True if the parameter has a compensation with an element that is not zero."""
-        name = next((name for name in COMPENSATIONS if name in self.infos), None)
+        name = next((name for name in LOW_BITS_STATES if name in self.infos), None)
         return name is not None and any_nonzero(self.read(name))
 
 

@@ -19,7 +19,6 @@ from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attac
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.state.imported_states import START_AGAIN
-from hf_lowprec.optim.state.states_for_torch import ForTorch, convert_for_torch, is_ours
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
@@ -31,8 +30,8 @@ _OPTIONS_OF_STATES = {"rounding", "state_dtype", "state_rounding"}
 def load_optimizer(call: TrainerCall) -> None:
     """Trainer's method that loads optimizer and scheduler when resuming.
 
-    An optimizer of this library converts other optimizers' state by itself. A torch optimizer gets the state of this
-    library's converted, and FP32 weights their compensation.
+    An optimizer of this library converts other optimizers' state by itself. Others would ignore the compensations or
+    remainders of this library's.
 
     Raises:
         ValueError: the state cannot be converted.
@@ -111,33 +110,23 @@ def _as_saved(optimizer: LowPrecisionOptimizer, saved_groups: list[ParamGroup]) 
 
 
 def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    def refuse(is_ours: bool) -> None:
+        if is_ours:
+            raise ValueError(
+                f"{str(checkpoint)!r} was saved by an optimizer of hf_lowprec, whose state is not converted for "
+                f"{type(optimizer).__name__}: resume with the optim= that saved it, or export the FP32 weights "
+                f"(`hf-lowprec export {checkpoint} FOLDER`) and train them without resume_from_checkpoint"
+            )
+
     saved_by_fsdp = _saved_by_fsdp(checkpoint) if call.trainer.is_fsdp_enabled else None
-    if saved_by_fsdp is not None and saved_by_fsdp.is_ours:
-        raise ValueError(
-            f"{str(checkpoint)!r} was saved under FSDP by an optimizer of hf_lowprec, and distributed checkpoints are "
-            f"not converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
-        )
-    converted: list[ForTorch] = []
-
-    def convert(loading: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if not is_ours(state_dict):
-            return None
-        converted.append(convert_for_torch(loading, state_dict))
-        return converted[-1].state_dict
-
-    handle = optimizer.register_load_state_dict_pre_hook(convert)
+    refuse(saved_by_fsdp is not None and saved_by_fsdp.is_ours)
+    handle = optimizer.register_load_state_dict_pre_hook(
+        lambda _, state_dict: refuse(any("rounding" in group for group in state_dict["param_groups"]))
+    )
     try:
         call.proceed()
     finally:
         handle.remove()
-    for one in converted:
-        one.load_weights()
-        logger.warning(
-            "hf_lowprec: the state of %s was converted for %s; the compensation or remainder was added to %d weights",
-            checkpoint,
-            type(optimizer).__name__,
-            len(one.weights),
-        )
 
 
 def _saved_by_fsdp(checkpoint: Path) -> StoredOptimizer | None:
