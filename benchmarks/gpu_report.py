@@ -42,7 +42,7 @@ TESTS = [
     "tests/optim/test_backends.py",
     "tests/optim/test_split.py",
     "tests/optim/test_clipping.py",
-    "tests/optim/test_initial_compensation.py",
+    "tests/optim/test_low_bits.py",
     "tests/optim/test_changes_from_outside.py",
     "tests/optim/test_step_counts.py",
     "tests/optim/test_mode_change.py",

@@ -42,7 +42,7 @@ def main() -> None:
     data = blocks(tokenizer(Path(options.text).read_text())["input_ids"], options.block)
 
     accelerator = Accelerator()
-    accelerator.print(hf_lowprec.cast_model(model, keep_low_bits=options.rounding in ("split", "kahan")))
+    accelerator.print(hf_lowprec.cast_model(model))
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01, rounding=options.rounding)
     loader = DataLoader(data, batch_size=8, shuffle=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) * options.epochs)

@@ -87,7 +87,7 @@ def main() -> None:
         model = get_peft_model(
             model, LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
         )
-    accelerator.print(hf_lowprec.cast_model(model, keep_low_bits=options.rounding in ("split", "kahan")))
+    accelerator.print(hf_lowprec.cast_model(model))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = hf_lowprec.AdamW(trained, lr=options.lr, weight_decay=0.01, rounding=options.rounding)
     average = None  # in FP32, of the whole model

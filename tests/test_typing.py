@@ -23,7 +23,7 @@ import hf_lowprec
 from hf_lowprec.integrations.export.model_folder import ExportDtype, parse_dtype
 from hf_lowprec.optim import ALGORITHMS
 from hf_lowprec.optim.algorithms.muon import AdjustLr
-from hf_lowprec.optim.arguments import Backend, InitialCompensation
+from hf_lowprec.optim.arguments import Backend
 from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.rounding import MODES, Rounding, StateRounding, mode_name
@@ -93,7 +93,6 @@ def muon(**options: Any) -> None:
     [
         ("rounding", Rounding, adamw),
         ("state_rounding", StateRounding, adamw),
-        ("initial_compensation", InitialCompensation, adamw),
         ("backend", Backend, adamw),
         ("adjust_lr_fn", AdjustLr, muon),
         ("grad_accumulation", GradAccumulation, check_grad_accumulation),

@@ -20,8 +20,7 @@ def additions() -> list[tuple[float, float]]:
     """Weight and compensation, in spacings above 1, after each update."""
     weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     # SGD at a learning rate of 1 adds the negative gradient, exactly.
-    textbook = {"state_rounding": "nearest", "initial_compensation": "zero"}
-    optimizer = hf_lowprec.SGD([weight], lr=1.0, rounding="kahan", **textbook)
+    optimizer = hf_lowprec.SGD([weight], lr=1.0, rounding="kahan", state_rounding="nearest")
     found = []
     for update in UPDATES:
         weight.grad = torch.full_like(weight, -update * SPACING)

@@ -27,8 +27,7 @@ def trained() -> dict[str, torch.Tensor]:
     for rounding, count in (("nearest", 1), ("kahan", 1), ("stochastic", COPIES)):
         weights[rounding] = torch.full((count,), START, dtype=torch.bfloat16, requires_grad=True)
     groups = [{"params": [weight], "rounding": name} for name, weight in weights.items() if name != "fp32"]
-    # A compensation of zero, so that weight + compensation starts where the FP32 weight does.
-    ours = hf_lowprec.AdamW(groups, lr=LR, weight_decay=0.0, initial_compensation="zero")
+    ours = hf_lowprec.AdamW(groups, lr=LR, weight_decay=0.0)
     fp32 = torch.optim.AdamW([weights["fp32"]], lr=LR, weight_decay=0.0)
     found = {name: [torch.zeros_like(weight, dtype=torch.float32)] for name, weight in weights.items()}
     found["sum"] = [torch.zeros(1)]

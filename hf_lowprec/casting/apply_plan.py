@@ -25,6 +25,7 @@ from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove
 from hf_lowprec.casting.notices.lost_digits import LoadedTensor, rounded_number_warnings, rounded_weight_warnings
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding.low_bits import drop_low_bits
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
 
 INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
@@ -194,3 +195,4 @@ def remove_cast(model: nn.Module) -> None:
     for target in tensors:
         if target.name not in frozen and target.tensor.dtype in LOW_PRECISION_DTYPES:
             convert_in_place(target.tensor, torch.float32)
+            drop_low_bits(target.tensor)

@@ -15,7 +15,7 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
 def cast_model(
-    model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = (), keep_low_bits: bool = False
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = (), keep_low_bits: bool = True
 ) -> CastReport:
     """Cast a model to BF16 or FP16 in place, keep norms and other sensitive parts in FP32, and report what was done.
 
@@ -59,8 +59,9 @@ def cast_model(
             submodules. A tensor is kept with the module that owns it if that has no children; otherwise only the tensor
             is kept, without hooks. A class keeps its instances.
         keep_low_bits: keep what the cast rounds off trainable FP32 parameters, and FP16 ones that become BF16, at 2
-            bytes per parameter. An hf_lowprec optimizer with Kahan summation or split weights uses it as the first
-            compensation or remainder; one in another rounding mode drops it. All ranks must have the same weights.
+            bytes per parameter until the first step. An hf_lowprec optimizer with Kahan summation or split weights uses
+            it as the first compensation or remainder; one in another rounding mode drops it. All ranks must have the
+            same weights. Set it to False if no such optimizer follows and memory is short.
 
     Returns:
         A report of the dtypes, the parts kept in FP32 with reasons, and the hooks; `print` it.

@@ -65,27 +65,27 @@ def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) ->
     """
     params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
     shapes = {name: param.shape for name, param in params.items()}
-    for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
+    for name, full in low_bits_of_rank_0(kept, shapes, device):
         param = params[name]
-        set_low_bits(param, shard_like(full, param).to(local_shard(param).device), dither_stream)
+        set_low_bits(param, shard_like(full, param).to(local_shard(param).device))
 
 
 def low_bits_of_rank_0(
     kept: TakenLowBits, shapes: Mapping[str, torch.Size], device: torch.device
-) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
-    """The low bits that rank 0 has taken: name, whole tensor and stream of the dither. Every rank must iterate.
+) -> Iterator[tuple[str, Tensor]]:
+    """The low bits that rank 0 has taken: name and whole tensor. Every rank must iterate.
 
     Args:
         kept: what `take_low_bits` has returned on this rank.
         shapes: of the parameters, by name.
         device: where tensors are sent between ranks.
     """
-    described = {name: (saved["low_bits"].dtype, saved.get("dither_stream")) for name, saved in kept.items()}
-    for name, (dtype, dither_stream) in gather_objects(described, "preparing a model")[0].items():
+    dtypes = {name: saved["low_bits"].dtype for name, saved in kept.items()}
+    for name, dtype in gather_objects(dtypes, "preparing a model")[0].items():
         ours = kept.pop(name)["low_bits"] if dist.get_rank() == 0 else torch.empty(shapes[name], dtype=dtype)
         full = ours.to(device)
         dist.broadcast(full.view(torch.uint8), src=0)
-        yield name, full, dither_stream
+        yield name, full
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -22,8 +22,6 @@ Formula = Callable[..., Tensor]
 class Algorithm(torch.optim.Optimizer):
     """Declares the arithmetic that a subclass must define, and the settings that every optimizer has."""
 
-    initial_compensation: str
-    dithered: set[Tensor]
     backend: str
     max_grad_norm: float | None
     skip_nonfinite: bool

@@ -19,8 +19,6 @@ import torch
 
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
 
-InitialCompensation = Literal["low_bits", "dither", "zero"]
-"""The values of the argument `initial_compensation`."""
 Backend = Literal["auto", "triton", "native", "eager"]
 """The values of the argument `backend`."""
 
@@ -36,7 +34,6 @@ class Shared(TypedDict, total=False):
     state_rounding: StateRounding
     seed: int
     first_parameter: int | None
-    initial_compensation: InitialCompensation
     backend: Backend
     max_grad_norm: float | None
     skip_nonfinite: bool
@@ -139,7 +136,7 @@ FOREIGN_ARGUMENTS = {
 }
 """Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
 EXECUTION_ARGUMENTS = {
-    *("initial_compensation", "backend", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
+    *("backend", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
     "offload_states",
     "offload_gradients",
 }
@@ -220,9 +217,8 @@ def check_max_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} would take no step at all; it must be greater than 0")
 
 
-def check_execution_arguments(initial_compensation: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
+def check_execution_arguments(max_grad_norm: Any, skip_nonfinite: Any) -> None:
     """Raise ValueError if one of these `EXECUTION_ARGUMENTS` is invalid."""
-    check_one_of("initial_compensation", initial_compensation, get_args(InitialCompensation))
     check_boolean("skip_nonfinite", skip_nonfinite)
     if max_grad_norm is not None:
         check_max_norm("max_grad_norm", max_grad_norm)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_lowprec.optim import arguments, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_signature
+from hf_lowprec.optim.arguments import Backend, Clip, full_signature
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.collector import GradientCollector, check_no_other_takes_gradients
 from hf_lowprec.optim.gradient_release.release import GradientRelease
@@ -73,10 +73,6 @@ class LowPrecisionOptimizer(Algorithm):
             start at 0 and therefore draw the same bits. To give each its own bits, pass the total number of parameters
             in the optimizers before it: `first_parameter=sum(map(len, blocks[:k]))`, where `blocks` are the lists of
             parameters.
-        initial_compensation: the compensation or remainder that a weight starts with. `"low_bits"`: what the cast to 16
-            bits rounded off, if `cast_model(keep_low_bits=True)` has kept it, else a dither. `"dither"`: a random
-            number, uniform over the values that round to the weight; `fp32_state_dict` subtracts it. `"zero"` is the
-            papers' textbook algorithm, with which weights lag behind their updates at first.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
         max_grad_norm: clip by the global FP32 norm of all gradients inside the step, without modifying `p.grad`. None
             does not clip.
@@ -120,7 +116,6 @@ class LowPrecisionOptimizer(Algorithm):
         state_rounding: StateRounding = "stochastic",
         seed: int = 0,
         first_parameter: int | None = None,
-        initial_compensation: InitialCompensation = "low_bits",
         backend: Backend = "auto",
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
@@ -139,12 +134,9 @@ class LowPrecisionOptimizer(Algorithm):
         offload_states = value_of("offload_states", offload_states)
         offload_gradients = value_of("offload_gradients", offload_gradients)
         selection.check_backend(backend)
-        arguments.check_execution_arguments(initial_compensation, max_grad_norm, skip_nonfinite)
+        arguments.check_execution_arguments(max_grad_norm, skip_nonfinite)
         arguments.check_gradient_release(gradient_release, clip, max_grad_norm, skip_nonfinite)
         arguments.check_offload(offload_states, offload_gradients, backend, gradient_release)
-        self.initial_compensation = initial_compensation
-        self.dithered: set[Tensor] = set()
-        """Parameters whose compensation holds the dither that it started with; `fp32_state_dict` subtracts it."""
         self.backend = backend
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = skip_nonfinite
@@ -582,7 +574,7 @@ class LowPrecisionOptimizer(Algorithm):
             **super().__getstate__(),
             **norm_before,
             "skipped_before": self.skipped_steps,
-            **{name: getattr(self, name) for name in (*arguments.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
+            **{name: getattr(self, name) for name in (*arguments.EXECUTION_ARGUMENTS, "grad_norm")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
 
 _SETTINGS = ("rounding", "state_dtype", "state_rounding", "seed")
-_EXECUTION = ("initial_compensation", "backend", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip")
+_EXECUTION = ("backend", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip")
 """Arguments that tell kinds of optimizers apart: those that groups have, and those of the whole optimizer.
 
 Optimizers of different kinds belong to runs that are compared, so they must draw the same bits.

@@ -19,27 +19,25 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.rounding.nearest import LOW_PRECISION_DTYPES, round_nearest
-from hf_lowprec.rounding.random_bits import as_compensation
 from hf_lowprec.rounding.split import join, split
 
 ROUNDED_OFF_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.bfloat16}
 """The dtypes of the low bits that a cast rounds off, by dtype of the weight: remainders, and differences."""
 
 
-def fp32_value(weight: Tensor, low_bits: Tensor, dither: Tensor | float = 0.0) -> Tensor:
+def fp32_value(weight: Tensor, low_bits: Tensor) -> Tensor:
     """The number that a weight and its low bits hold together.
 
     Args:
         weight: BF16, FP16 or FP32 tensor of 16-bit numbers.
         low_bits: BF16 (or FP32) or int16 tensor of the same shape.
-        dither: FP32 tensor, subtracted from it.
 
     Returns:
         FP32 tensor of the same shape.
     """
     if low_bits.is_floating_point():
-        return weight.float() + (low_bits.float() - dither)
-    return join(weight.float(), low_bits.int()) - dither
+        return weight.float() + low_bits.float()
+    return join(weight.float(), low_bits.int())
 
 
 def fp64_value(weight: Tensor, low_bits: Tensor | None) -> Tensor:
@@ -85,13 +83,30 @@ def stored_pair(value: Tensor, dtype: torch.dtype, low_bits_dtype: torch.dtype) 
     return weight.to(dtype), remainder.to(low_bits_dtype)
 
 
+def as_compensation(weight: Tensor, low_bits: Tensor) -> Tensor:
+    """Round what an FP32 value has beyond a stored `weight` to BF16, such that weight + result still rounds to weight.
+
+    Half a spacing is a tie, which goes to the even weight. So the low bits of even weights are rounded to nearest, and
+    may become half a spacing; those of odd weights are truncated.
+
+    Args:
+        weight: BF16 or FP16 tensor of any shape.
+        low_bits: FP32 tensor of the same shape, the FP32 value minus `weight`, which that value rounds to.
+
+    Returns:
+        BF16 tensor of the same shape. Values that are not finite become zero.
+    """
+    truncated = (low_bits.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    is_odd = (weight.view(torch.int16) & 1).bool()
+    return torch.where(is_odd, truncated, low_bits.to(torch.bfloat16)).nan_to_num_(0.0, 0.0, 0.0)
+
+
 _ATTRIBUTE = "_low_bits"
 
 
 class _LowBits(NamedTuple):
     low_bits: Tensor
     weight_checksum: list[int]
-    dither_stream: tuple[int, int] | None = None
 
 
 def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
@@ -126,22 +141,20 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     return True
 
 
-def set_low_bits(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int] | None = None) -> None:
+def set_low_bits(param: Tensor, low_bits: Tensor) -> None:
     """Keep `low_bits` as an attribute of `param`, without copying them.
 
     Args:
         param: a BF16 or FP16 parameter.
         low_bits: int16 or BF16 (see above), of the shape of `param`; of this rank's shard for a DTensor.
-        dither_stream: seed and number of the random stream of a dither that they include.
     """
-    stream = None if dither_stream is None else (int(dither_stream[0]), int(dither_stream[1]))
-    setattr(param, _ATTRIBUTE, _LowBits(low_bits, _checksum(param), stream))
+    setattr(param, _ATTRIBUTE, _LowBits(low_bits, _checksum(param)))
 
 
 def low_bits(param: Tensor) -> Tensor | None:
     """The low bits kept for `param`, int16 or BF16 (see above), on its device.
 
-    They have its shape, for a DTensor that of this rank's shard, and may include a dither, see `dither_stream_of`.
+    They have its shape, for a DTensor that of this rank's shard.
 
     None if there are none, and if the weight has changed since: after a checkpoint was loaded, for example, they belong
     to other weights.
@@ -152,12 +165,6 @@ def low_bits(param: Tensor) -> Tensor | None:
     return kept.low_bits.to(param.device) if _checksum(param) == kept.weight_checksum else None
 
 
-def dither_stream_of(param: Tensor) -> tuple[int, int] | None:
-    """Seed and number of the random stream of the dither that the low bits of `param` include; None without one."""
-    kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
-    return None if kept is None else kept.dither_stream
-
-
 def drop_low_bits(param: Tensor) -> None:
     """Forget the low bits kept for `param`, if there are any."""
     vars(param).pop(_ATTRIBUTE, None)
@@ -166,27 +173,24 @@ def drop_low_bits(param: Tensor) -> None:
 def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:
     """The low bits kept for `param`, as a state dict can hold them; None if there are none."""
     kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
-    return None if kept is None else {key: value for key, value in kept._asdict().items() if value is not None}
+    return None if kept is None else kept._asdict()
 
 
 def are_saved_low_bits(saved: Mapping[str, Any]) -> bool:
     """Return whether `saved` has the keys and types of what `low_bits_to_save` returns."""
-    integers = {"weight_checksum": 3, "dither_stream": 2}
-    values = {"dither_stream": (0, 0), **saved}
-    if values.keys() != {*_LowBits._fields} or not all(isinstance(values[name], list | tuple) for name in integers):
-        return False
-    types_fit = all([*map(type, values[name])] == [int] * count for name, count in integers.items())
-    return types_fit and isinstance(values["low_bits"], Tensor)
+    checksum = saved.get("weight_checksum")
+    types_fit = isinstance(checksum, list | tuple) and [*map(type, checksum)] == [int] * 3
+    return types_fit and isinstance(saved.get("low_bits"), Tensor)
 
 
 def restore_saved_low_bits(param: Tensor, saved: dict[str, Any]) -> None:
     """Keep the low bits that `low_bits_to_save` has returned. The weights that they belong to may be loaded later."""
-    setattr(param, _ATTRIBUTE, _LowBits(**saved))
+    setattr(param, _ATTRIBUTE, _LowBits(saved["low_bits"], list(saved["weight_checksum"])))
 
 
 def chunk_size(device: torch.device) -> int:
     """Elements that are computed at once: on a CPU, few enough for the temporaries to stay in the cache; on a GPU, few
-    enough for them to take little memory, 35 MiB for the dither.
+    enough for them to take little memory.
     """
     return (1 << 15) * min(torch.get_num_threads(), 4) if device.type == "cpu" else 1 << 20
 

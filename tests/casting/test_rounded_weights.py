@@ -109,10 +109,7 @@ class WithoutNorms(PreTrainedModel):
         self.post_init()
 
 
-GAIN = (
-    r"split weights and Kahan summation start from the FP32 values of (\d+) trainable tensors, which Trainer or "
-    r"cast_model\(keep_low_bits=True\) keeps"
-)
+GAIN = r"split weights and Kahan summation start from the FP32 values of (\d+) trainable tensors"
 
 
 def test_trainable_weights_of_an_fp32_checkpoint_that_is_loaded_in_16_bits(tmp_path):
@@ -131,7 +128,7 @@ def test_trainable_weights_of_an_fp32_checkpoint_that_is_loaded_in_16_bits(tmp_p
     assert cast_model(loaded).warnings == (), "said once"
 
     exact = type(model).from_pretrained(tmp_path, dtype=FP32)
-    report = cast_model(exact, keep_low_bits=True)
+    report = cast_model(exact)
     assert set(report.low_bits) == set(weights), "the line that the warning names gives what it promises"
     assert report.warnings == ()
     assert cast_model(exact).warnings == (), "they are 16-bit now because they were cast"

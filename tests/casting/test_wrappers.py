@@ -74,7 +74,7 @@ class TestWrappers:
         plain.weight.requires_grad_(trainable)
         weight = model.weight
         for each in (model, plain):
-            cast_model(each, keep_low_bits=True)
+            cast_model(each)
         assert model.weight is weight and (weight.note, weight.requires_grad) == ("kept", trainable)
         assert (weight.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
         assert torch.equal(weight.full_tensor(), plain.weight)

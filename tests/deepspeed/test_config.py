@@ -83,7 +83,7 @@ def test_what_is_refused_leaves_the_model_as_it_was(case):
     from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
 
     model, _ = tiny_models.llama()
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     make, message = REFUSED[case]
     optimizer = make(list(model.parameters()))
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0 if case == "config" else 2}}

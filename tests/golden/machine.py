@@ -28,7 +28,7 @@ STEPS = 5
 def muon(mode: str) -> dict[str, str]:
     params = [nn.Parameter(weights(shape, key).bfloat16()) for key, shape in enumerate(SHAPES)]
     matrices = [param for param in params if param.ndim > 1]
-    optimizer = hf_lowprec.Muon(params, rounding=mode, initial_compensation="zero", matrices=matrices)
+    optimizer = hf_lowprec.Muon(params, rounding=mode, matrices=matrices)
     for step in range(1, STEPS + 1):
         for key, param in enumerate(params):
             param.grad = gradient(tuple(param.shape), param.dtype, key, step).clone()
@@ -58,7 +58,7 @@ def training(algorithm: str, mode: str) -> dict[str, str]:
     model = casting.build("llama")
     hf_lowprec.cast_model(model)
     options: dict[str, Any] = {"matrices": hf_lowprec.hidden_matrices(model)} if algorithm == "Muon" else {}
-    options |= {"rounding": mode, "initial_compensation": "zero", "max_grad_norm": 1.0}
+    options |= {"rounding": mode, "max_grad_norm": 1.0}
     optimizer = ALGORITHMS[algorithm](model.parameters(), **options)
     for _ in range(STEPS):
         model(**casting.TOKENS)["loss"].backward()

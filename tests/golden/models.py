@@ -16,7 +16,9 @@ class Scale(nn.Module):
 
     def __init__(self, shape: Shape, key: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weights(shape, key))
+        values = weights(shape, key)
+        # Without low bits, compensations and remainders start at zero.
+        self.weight = nn.Parameter(values if isinstance(self, ScaleRMSNorm) else values.bfloat16().float())
         self.factor = torch.zeros(shape)
 
     def forward(self, value: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def train(kind: str, algorithm: str, mode: str, accumulation: str) -> dict[str, 
     options = dict(OPTIONS[algorithm][0])
     if algorithm == "Muon":
         options["matrices"] = [param for param in model.parameters() if param.ndim in (2, 3)]
-    options |= {"lr": 2.0**-9, "rounding": mode, "initial_compensation": "zero"}
+    options |= {"lr": 2.0**-9, "rounding": mode}
     optimizer = ALGORITHMS[algorithm](model.parameters(), **options)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     assert isinstance(prepared, WRAPPERS[wrapper]), type(prepared)

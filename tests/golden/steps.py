@@ -117,9 +117,7 @@ class Training:
         options = {**OPTIONS[algorithm][0], **case.options}
         if self.muon:
             options["matrices"] = [param for param in self.model.parameters() if param.ndim in (2, 3)]
-        self.optimizer = ALGORITHMS[algorithm](
-            groups, lr=2.0**-9, rounding=mode, initial_compensation="zero", backend=backend, **options
-        )
+        self.optimizer = ALGORITHMS[algorithm](groups, lr=2.0**-9, rounding=mode, backend=backend, **options)
         self.keys = {param: key for key, param in enumerate(self.model.parameters())}
         self.norms: list[Tensor] = []
 

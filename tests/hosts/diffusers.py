@@ -237,7 +237,7 @@ def train_like_the_scripts() -> None:
     # The decay of long training; by default, it grows to that from 0.
     decay = {"decay": 0.9999, "min_decay": 0.9999}
     ema = EMAModel(model.parameters(), model_cls=UNet2DConditionModel, model_config=model.config, **decay)
-    hf_lowprec.cast_model(model, keep_low_bits=True)  # added, after EMAModel
+    hf_lowprec.cast_model(model)  # added, after EMAModel
     rounded = EMAModel(model.parameters(), **decay)
     optimizer_cls = hf_lowprec.AdamW  # was torch.optim.AdamW
     optimizer = optimizer_cls(model.parameters(), lr=1e-5, weight_decay=1e-2, rounding="split")

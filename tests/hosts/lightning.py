@@ -22,7 +22,7 @@ FIRST = nn.Sequential(
 
 def cast_copy() -> nn.Module:
     model = copy.deepcopy(FIRST)
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     return model
 
 

@@ -8,7 +8,7 @@ import hf_lowprec
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-hf_lowprec.cast_model(model, keep_low_bits=True)
+hf_lowprec.cast_model(model)
 optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-6, rounding="split", max_grad_norm=1.0)
 
 

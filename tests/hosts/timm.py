@@ -38,7 +38,7 @@ for name, model in built.items():
     compare_with_fp32(name, model, batches * 6, optimizer_of)
 
 model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **MODELS["vit_tiny_patch16_224"])
-hf_lowprec.cast_model(model, keep_low_bits=True)
+hf_lowprec.cast_model(model)
 optimizer = create_optimizer_v2(model, opt="bf16split", lr=1e-4)
 assert isinstance(optimizer, hf_lowprec.AdamW) and {group["rounding"] for group in optimizer.param_groups} == {"split"}
 averages = {"ModelEmaV3": ModelEmaV3(model, decay=0.999)}

@@ -20,7 +20,7 @@ INPUTS = torch.stack([row["input_ids"] for row in counting_data(8)])
 def prepared(rounding="kahan", lr=1e-3):
     model = llama()
     hf_lowprec.cast_model(model)
-    return model, hf_lowprec.AdamW(model.parameters(), lr=lr, rounding=rounding, initial_compensation="zero")
+    return model, hf_lowprec.AdamW(model.parameters(), lr=lr, rounding=rounding)
 
 
 def step(model, optimizer):

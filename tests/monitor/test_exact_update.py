@@ -37,7 +37,7 @@ def monitored_updates(monitor, params, optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic", "nearest"])
 def test_updates_of_this_package_are_adamws(rounding, state_dtype):
     params = parameters(torch.bfloat16)
-    options = {"rounding": rounding, "initial_compensation": "zero", "state_dtype": state_dtype}
+    options = {"rounding": rounding, "state_dtype": state_dtype}
     optimizer = hf_lowprec.AdamW(params, lr=1e-3, weight_decay=0.1, **options)
     monitor = PrecisionMonitor(optimizer)
     for step in range(3):

@@ -12,7 +12,6 @@ from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, RAdam
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-TEXTBOOK = {"initial_compensation": "zero"}
 """Kahan summation as in the papers."""
 
 
@@ -95,7 +94,7 @@ def test_weights_follow_fp32_adamw():
     cases = {**STATES, "nearest": ({"state_rounding": "nearest"}, None)}
     params = {name: torch.nn.Parameter(start.clone()) for name in cases}
     hyper = {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.999)}
-    ours = {name: AdamW([params[name]], **TEXTBOOK, **hyper, **options) for name, (options, _) in cases.items()}
+    ours = {name: AdamW([params[name]], **hyper, **options) for name, (options, _) in cases.items()}
     reference = torch.nn.Parameter(start.float())
     theirs = torch.optim.AdamW([reference], **hyper)
     for step in range(2000):
@@ -128,7 +127,7 @@ def test_updates_far_below_a_spacing_arrive(state_rounding, arrives):
     """
     param = upper_half(4096)
     before = param.detach().double()
-    optimizer = SGD([param], lr=1e-6, state_rounding=state_rounding, **TEXTBOOK)
+    optimizer = SGD([param], lr=1e-6, state_rounding=state_rounding)
     param.grad = -torch.ones_like(param)
     for _ in range(5000):
         optimizer.step()
@@ -237,13 +236,13 @@ def test_descent_of_ozkara_et_al_with_a_vanishing_learning_rate(floor, fp32_step
     half_way = steps_to(1 - 2.0**-7)  # where the nearest BF16 is 3
     # The compensation (up to 2**-7, spaced 2**-15) walks by half its spacing a step at most: 2**-16 · √4613 = 1e-3 of
     # x, or 60 steps of 1.8e-5 for one run, 3 for the mean of 400: six of those.
-    assert abs(run(BF16, AdamW, state_dtype=FP32, **TEXTBOOK).mean().item() - half_way) <= 18
+    assert abs(run(BF16, AdamW, state_dtype=FP32).mean().item() - half_way) <= 18
     # A BF16 second moment scatters by sqrt(2**-8 · 0.1) = 2% around 1: 1% of x, 500 steps of 1.8e-5 for one run, 25 for
     # the mean: six of those. A first moment that rounds to nearest stops where a tenth of what it lacks is below half a
     # spacing, 2**-9: the update, taken before rounding, then lacks 0.9 · 10 · 2**-9 = 1.8% of lr for as long as the
     # gradient is constant.
     latest = steps_to((1 - 2.0**-7) / (1 - 9 * 2.0**-9))
-    assert half_way - 150 <= run(BF16, AdamW, **TEXTBOOK).mean().item() <= latest + 150
+    assert half_way - 150 <= run(BF16, AdamW).mean().item() <= latest + 150
     mean, deviation = expected_steps(rate)
     # Five standard errors of the mean of 400 independent runs.
     walks = run(BF16, AdamW, rounding="stochastic", state_dtype=FP32)
@@ -253,9 +252,8 @@ def test_descent_of_ozkara_et_al_with_a_vanishing_learning_rate(floor, fp32_step
 
 SHOWN_BY = {
     "low bits": ({}, True),
-    "dither": ({"initial_compensation": "dither"}, True),
     "stochastic rounding": ({"rounding": "stochastic"}, True),
-    "textbook": (TEXTBOOK, False),
+    "zero": ({}, False),
 }
 
 

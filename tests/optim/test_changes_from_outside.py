@@ -259,8 +259,6 @@ def handed_everything(optimizer, params) -> tuple[list[nn.Parameter], AdamW]:
     for param, twin in zip(params, copies, strict=True):
         if param in optimizer.state:
             other.state[twin] = {name: value.clone() for name, value in optimizer.state[param].items()}
-        if param in optimizer.dithered:
-            other.dithered.add(twin)
     return copies, other
 
 

@@ -84,8 +84,6 @@ def test_a_change_of_dtensors_between_steps_counts(ranks, change, backend):
     other = AdamW(twins, lr=0.1, backend="eager")
     for param, twin in zip(params, twins, strict=True):
         other.state[twin] = {name: value.clone() for name, value in optimizer.state[param].items()}
-        if param in optimizer.dithered:
-            other.dithered.add(twin)
     for step in range(2, 5):
         for tensors, each in ((params, optimizer), (twins, other)):
             give_gradients(ranks, tensors, step)

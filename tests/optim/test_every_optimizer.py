@@ -101,7 +101,7 @@ def test_maximizing_is_minimizing_the_negative(name, dtype, options):
 @every_algorithm
 def test_groups_are_optimizers_of_their_own(name):
     """With dtypes and hyperparameters of their own. Random bits know a parameter's position, so all is to nearest."""
-    shared = {"rounding": "nearest", "state_rounding": "nearest", "initial_compensation": "zero", **OPTIONS[name][0]}
+    shared = {"rounding": "nearest", "state_rounding": "nearest", **OPTIONS[name][0]}
     settings = [
         (BF16, {"lr": 0.1}),
         (FP32, {"lr": 0.01, "weight_decay": 0.5}),

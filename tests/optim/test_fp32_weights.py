@@ -14,7 +14,7 @@ def stepped(rounding: str) -> tuple[nn.Linear, AdamW]:
     """A BF16 layer after three small steps, none of which moves a weight of 1 by half an ulp."""
     model = nn.Linear(5, 3, dtype=BF16)
     nn.init.ones_(model.weight)
-    optimizer = AdamW(model.parameters(), lr=1e-4, rounding=rounding, initial_compensation="zero")
+    optimizer = AdamW(model.parameters(), lr=1e-4, rounding=rounding)
     for _ in range(3):
         for param in model.parameters():
             param.grad = torch.ones_like(param)

@@ -23,7 +23,7 @@ def test_steps_of_a_second_optimizer_continue_the_exact_weights(keeps):
     for count in (1, 2):
         torch.manual_seed(0)
         model = nn.Linear(300, 7)
-        hf_lowprec.cast_model(model, keep_low_bits=True)
+        hf_lowprec.cast_model(model)
         for _ in range(count):
             optimizer = hf_lowprec.SGD(model.parameters(), lr=1e-3, rounding="split")
             for _ in range(4 // count):

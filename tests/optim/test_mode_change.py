@@ -16,7 +16,6 @@ from tests.support.random_numbers import randn
 
 BF16 = torch.bfloat16
 OTHERS = ["stochastic", "nearest"]
-STARTS = ["zero", "dither"]
 COMPARED = ["params", "state", "param_groups"]
 pytestmark = pytest.mark.filterwarnings("ignore:the rounding mode changes from:RuntimeWarning")
 
@@ -33,7 +32,7 @@ def stepped(rounding: str = "kahan", cls=AdamW, steps: int = 5, count: int = 500
 
 
 def exact(optimizer) -> list[torch.Tensor]:
-    """The FP32 estimates of the weights, as FP64: weight plus compensation, without a dither."""
+    """The FP32 estimates of the weights, as FP64: weight plus compensation."""
     params = params_of(optimizer)
     estimate = fp32_estimates(nn.ParameterList(params), optimizer)
     return [estimate(param).detach().double() for param in params]
@@ -72,9 +71,8 @@ def neighbours(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return down.double(), ((down.view(torch.int32)) + 0x10000).view(torch.float32).double()
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_nearest_takes_in_the_compensation_rounded_once(start):
-    optimizer = stepped(initial_compensation=start)
+def test_nearest_takes_in_the_compensation_rounded_once():
+    optimizer = stepped()
     sums = exact(optimizer)
     set_mode(optimizer, "nearest")
     assert_equal(exact(optimizer), sums)
@@ -87,9 +85,8 @@ def test_nearest_takes_in_the_compensation_rounded_once(start):
         assert "compensation" not in optimizer.state[param]
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_stochastic_takes_in_the_compensation_without_bias(start):
-    optimizer = stepped(count=200_000, initial_compensation=start)
+def test_stochastic_takes_in_the_compensation_without_bias():
+    optimizer = stepped(count=200_000)
     param, _ = params_of(optimizer)
     expected = exact(optimizer)[0]
     set_mode(optimizer, "stochastic")
@@ -111,7 +108,7 @@ def test_stochastic_takes_in_the_compensation_without_bias(start):
 
 
 def test_the_bits_are_a_function_of_seed_parameter_and_element():
-    optimizer = stepped(seed=7, first_parameter=3, initial_compensation="zero")
+    optimizer = stepped(seed=7, first_parameter=3)
     sums = [p.detach().float() + optimizer.state[p]["compensation"].float() for p in params_of(optimizer)]
     set_mode(optimizer, "stochastic")
     take_no_way(optimizer)
@@ -162,16 +159,14 @@ def test_a_state_dict_of_another_mode_continues_as_within_the_run(name, first, t
         assert ("remainder" in within.state[param]) == (then == "split")
 
 
-@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(("first", "then"), [("kahan", "split"), ("split", "kahan")])
-def test_low_bits_change_their_form(first, then, start):
+def test_low_bits_change_their_form(first, then):
     """To a remainder without loss (the estimate is an FP32 number); to a compensation, 8 bits of what is missing."""
-    optimizer = stepped(first, initial_compensation=start)
+    optimizer = stepped(first)
     sums = exact(optimizer)
     set_mode(optimizer, then)
     assert_equal(exact(optimizer), sums)
     take_no_way(optimizer)
-    assert not optimizer.dithered
     for param, found, expected in zip(params_of(optimizer), exact(optimizer), sums, strict=True):
         error = (found - expected).abs()
         if then == "split":
@@ -184,7 +179,7 @@ def test_low_bits_change_their_form(first, then, start):
 
 def test_a_third_mode_after_a_step_that_failed_in_between():
     """A state of the new mode was created, but not yet filled."""
-    optimizer = stepped(initial_compensation="zero")
+    optimizer = stepped()
     sums = exact(optimizer)
     for param in params_of(optimizer):
         optimizer.state[param]["remainder"] = torch.zeros_like(param, dtype=torch.int16)

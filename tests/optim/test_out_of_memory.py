@@ -57,7 +57,7 @@ def first_step(name, dtype, options, backend, failing=None, shapes=SHAPES, then=
     generator = torch.Generator().manual_seed(0)
     model = torch.nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
     if dtype != FP32:
-        hf_lowprec.cast_model(model, dtype, keep_low_bits=True)
+        hf_lowprec.cast_model(model, dtype)
     params = list(model.parameters())
     optimizer = build(name, params, lr=1e-3, backend=backend, **options)
     give_gradients(params, 1)

@@ -21,10 +21,9 @@ import torch
 
 class SignSGD(LowPrecisionOptimizer):
     def __init__(self, params, lr=1e-3, *, maximize=False, rounding="kahan", state_dtype=None,
-                 state_rounding="stochastic", seed=0, initial_compensation="low_bits", backend="auto"):
+                 state_rounding="stochastic", seed=0, backend="auto"):
         super().__init__(params, {"lr": lr, "maximize": maximize}, rounding=rounding, state_dtype=state_dtype,
-                         state_rounding=state_rounding, seed=seed, initial_compensation=initial_compensation,
-                         backend=backend)
+                         state_rounding=state_rounding, seed=seed, backend=backend)
 
     def check_hyperparameters(self, group): ...
     def states(self, group): return ()
@@ -46,7 +45,7 @@ TrainingArguments(output_dir="out", optim="signsgd_bf16_sr")
 for backend in ("eager", "native"):
     param = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     param.grad = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0], dtype=torch.bfloat16)
-    hf_lowprec.SignSGD([param], lr=0.25, initial_compensation="zero", backend=backend).step()
+    hf_lowprec.SignSGD([param], lr=0.25, backend=backend).step()
     assert param.tolist() == [0.75, 1.25, 0.75, 1.25, 0.75], param
 """
 

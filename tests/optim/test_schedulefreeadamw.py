@@ -76,9 +76,7 @@ def test_the_average_follows_the_paper(dtype, rounding):
     The stored average is rounded to nearest.
     """
     steps, param = 30, parameter(dtype)
-    optimizer = ScheduleFreeAdamW(
-        [param], rounding=rounding, state_dtype=FP32, initial_compensation="zero", warmup_steps=5, **HYPER
-    )
+    optimizer = ScheduleFreeAdamW([param], rounding=rounding, state_dtype=FP32, warmup_steps=5, **HYPER)
     paper = Paper(param, warmup_steps=5, **HYPER)
     train(optimizer, paper, gradients(steps, dtype))
     optimizer.eval()

@@ -28,7 +28,7 @@ def gradient(step: int, case: str) -> torch.Tensor:
 def adamw(second_moment: torch.dtype) -> tuple[torch.nn.Parameter, AdamW]:
     param = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16))
     allow_gradients_in(FP32, [param])
-    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "initial_compensation": "zero"}
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
     return param, AdamW([param], state_dtype={"exp_avg": FP32, "exp_avg_sq": second_moment}, **options)
 
 

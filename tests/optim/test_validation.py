@@ -10,7 +10,7 @@ import hf_lowprec
 from hf_lowprec.optim import SGD, AdamW, Lion, Muon
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import CompilerError, require_compiler
-from hf_lowprec.optim.state.low_bits import starts_with_low_bits
+from hf_lowprec.optim.state.low_bits import uses_low_bits
 from hf_lowprec.optim.validation import check_scalars
 
 
@@ -156,7 +156,7 @@ def test_sr_is_the_short_name_of_stochastic_rounding():
     assert torch.equal(params_of(long), params_of(later))
     cls, kwargs = hf_lowprec.optimizer_factory("adamw_bf16_kahan", rounding="sr")
     assert cls(bf16(), **kwargs).param_groups[0]["rounding"] == "stochastic"
-    assert not starts_with_low_bits(kwargs)
+    assert not uses_low_bits(kwargs)
 
 
 def params_of(optimizer):
@@ -172,7 +172,7 @@ def test_an_unknown_keyword_is_named_with_the_class():
         Lion(bf16(), nonsense=1)
 
 
-@pytest.mark.parametrize("name", ["backend", "initial_compensation", "max_grad_norm", "skip_nonfinite"])
+@pytest.mark.parametrize("name", ["backend", "max_grad_norm", "skip_nonfinite"])
 def test_arguments_of_the_whole_optimizer_raise_in_a_group(name):
     with pytest.raises(ValueError, match=rf"'{name}' in param group 0 cannot be set per group; pass it to AdamW\("):
         AdamW([{"params": bf16(), name: None}])

@@ -36,7 +36,7 @@ def cast(dtype: torch.dtype = BF16) -> tuple[dict[str, torch.Tensor], Model, hf_
     with torch.no_grad():
         model.norm.weight.normal_()
     exact = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return exact, model, hf_lowprec.cast_model(model, dtype, keep_low_bits=True)
+    return exact, model, hf_lowprec.cast_model(model, dtype)
 
 
 def kept(model: nn.Module) -> set[str]:
@@ -67,7 +67,7 @@ def test_weights_of_an_fp16_checkpoint_have_low_bits_in_bf16():
         torch.manual_seed(0)
         model.linear = nn.Linear(7, 5).to(loaded)
         exact = {name: param.detach().float() for name, param in model.named_parameters()}
-        report = hf_lowprec.cast_model(model, dtype, keep_low_bits=True)
+        report = hf_lowprec.cast_model(model, dtype)
         assert kept(model) == set(report.low_bits) == expected
         for name in expected:
             param = model.get_parameter(name)
@@ -77,23 +77,23 @@ def test_weights_of_an_fp16_checkpoint_have_low_bits_in_bf16():
             assert (error <= 2.0**-23 * exact[name].abs()).all()
 
 
-def test_without_being_asked_a_cast_keeps_none():
+def test_a_cast_can_be_told_to_keep_none():
     model = Model()
-    assert not hf_lowprec.cast_model(model).low_bits
+    assert not hf_lowprec.cast_model(model, keep_low_bits=False).low_bits
     assert not kept(model)
 
 
 def test_a_model_on_the_meta_device_has_none():
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    assert not hf_lowprec.cast_model(model, keep_low_bits=True).low_bits
+    assert not hf_lowprec.cast_model(model).low_bits
     assert not kept(model)
 
 
 def test_a_second_cast_leaves_them():
     _, model, _ = cast()
     before = {name: low_bits(model.get_parameter(name)).clone() for name in kept(model)}
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     assert kept(model) == before.keys()
     assert all(torch.equal(low_bits(model.get_parameter(name)), value) for name, value in before.items())
 
@@ -134,15 +134,11 @@ def test_they_stay_with_equal_weights(way):
     assert torch.equal(low_bits(model.linear.weight), before)
 
 
-def test_a_deepcopied_model_has_none_and_is_dithered():
+def test_a_deepcopied_model_has_none():
     """torch copies no attributes of parameters, so that reference models cost nothing."""
     _, model, _ = cast()
     copied = copy.deepcopy(model)
     assert not kept(copied)
-    optimizer = AdamW([copied.linear.weight])
-    copied.linear.weight.grad = torch.ones_like(copied.linear.weight)
-    optimizer.step()
-    assert optimizer.dithered == {copied.linear.weight}
 
 
 def test_memory_is_two_bytes_per_parameter_until_the_first_step():

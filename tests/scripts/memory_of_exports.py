@@ -48,9 +48,7 @@ def saved(folder: Path, model: torch.nn.Module):
     """A model and its optimizer after one step, saved by accelerate."""
     accelerator = Accelerator(cpu=True)
     model.to(torch.bfloat16)
-    optimizer = hf_lowprec.AdamW(
-        model.parameters(), rounding="kahan", initial_compensation="zero", state_dtype=torch.bfloat16
-    )
+    optimizer = hf_lowprec.AdamW(model.parameters(), rounding="kahan", state_dtype=torch.bfloat16)
     hf_lowprec.prepare_accelerator(accelerator)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.arange(16)[None], labels=torch.arange(16)[None]).loss)

@@ -223,7 +223,7 @@ def casting() -> None:
     def run(devices: Any) -> Any:
         cast_on, trained_on, averaged_on = devices
         model = network(cast_on, FP32)
-        hf_lowprec.cast_model(model, keep_low_bits=True)
+        hf_lowprec.cast_model(model)
         model.to(trained_on)
         optimizer = AdamW(model.parameters(), lr=0.01, rounding="split")
         average = hf_lowprec.AveragedModel(model, averaged_on, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -245,7 +245,7 @@ def default_device() -> None:
         defaults: tuple[torch.device, torch.dtype], device: torch.device, name: str, options: dict[str, Any]
     ) -> Any:
         model = network(device, FP32)
-        hf_lowprec.cast_model(model, keep_low_bits=True)
+        hf_lowprec.cast_model(model)
         torch.set_default_dtype(defaults[1])
         with torch.device(defaults[0]):
             optimizer = build(name, model.parameters(), backend="eager", **options)

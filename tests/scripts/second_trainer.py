@@ -46,7 +46,7 @@ def train(
 
 def train_in_own_loop(model: LlamaForCausalLM) -> Weights:
     """Train two steps with split weights; return the FP32 estimates afterwards."""
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     accelerator = Accelerator(cpu=True)
     hf_lowprec.prepare_accelerator(accelerator)
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-3, rounding="split")
@@ -93,7 +93,7 @@ def check_after_an_exception(model: LlamaForCausalLM, optim: str) -> None:
 
 
 def main(first: str, second: str) -> None:
-    for model in (llama(), llama().to(BF16)):  # with low bits, and with a dither
+    for model in (llama(), llama().to(BF16)):  # with low bits, and from zero
         check_second(model, first, second)
     check_after_an_exception(llama(), second)
     print("the second Trainer has begun where the first has ended", flush=True)

@@ -16,7 +16,7 @@ def run(sync_each_batch: bool) -> list[bool]:
     sharding = accelerator_arguments("fsdp2", auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, **sharding)
     model = llama()
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     optimizer = hf_lowprec.AdamW(model.parameters())
     hf_lowprec.prepare_accelerator(accelerator)
     model, optimizer = accelerator.prepare(model, optimizer)

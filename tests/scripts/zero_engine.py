@@ -42,7 +42,7 @@ def model_in_fp32() -> nn.Module:
 def engine_of(stage: int, rounding: str, stock: bool = False, looks: bool = True, **options: Any):
     """DeepSpeed's engine around a new model, with AdamW: that of torch if `stock` is set. `looks`: for NaN."""
     model = model_in_fp32()
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,  # 1 by default
@@ -121,7 +121,7 @@ def check_fp32_weights(folder: str, stage: int) -> None:
         engine.save_checkpoint(f"{folder}/{rounding}")
         alone = model_in_fp32()
         if rounding == "kahan":
-            hf_lowprec.cast_model(alone, keep_low_bits=True)
+            hf_lowprec.cast_model(alone)
         optimizer = hf_lowprec.AdamW(alone.parameters(), lr=1e-2, rounding=rounding, state_dtype=torch.float32)
         for step, means in enumerate(gradients):
             optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)

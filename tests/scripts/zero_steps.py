@@ -96,7 +96,7 @@ def build(case: dict[str, Any], state_dtype: torch.dtype | None, **options: Any)
     if case["frozen"]:
         for number, param in enumerate(model.parameters()):
             param.requires_grad_(number % 5 != 1)
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     more = {"momentum": 0.9} if case["algorithm"] == "SGD" else {}
     optimizer = getattr(optim, case["algorithm"])(
         groups_of(model, case["several_groups"]),

@@ -110,6 +110,7 @@ def rounded_weight_warnings(
         if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(weight.tensor)):
             rounded.append(weight)
     with_low_bits = [weight for weight in trained if _stored_dtype_of(weight.name, stored) in _STORED_FP32]
+    gain = f"split weights and Kahan summation start from the FP32 values of {len(with_low_bits)} trainable tensors"
     if rounded:
         text = (
             f"{len(rounded)} tensors that are kept in FP32 ({rounded[0].name}, …) were loaded in "
@@ -117,22 +118,14 @@ def rounded_weight_warnings(
             "load it with from_pretrained(…, dtype=torch.float32); hf_lowprec casts the rest"
         )
         if with_low_bits:
-            text += f", and {_gain(len(with_low_bits))}"
+            text += f", and {gain}"
         yield text
     elif with_low_bits:
         yield (
             f"{len(with_low_bits)} trainable tensors ({with_low_bits[0].name}, …) were loaded in "
             f"{dtype_name(with_low_bits[0].loaded_dtype)}, but their checkpoint has them in FP32. With "
-            f"from_pretrained(…, dtype=torch.float32), {_gain(len(with_low_bits))}"
+            f"from_pretrained(…, dtype=torch.float32), {gain}"
         )
-
-
-def _gain(count: int) -> str:
-    """The gain of loading in FP32 for a number of trainable tensors, as a clause."""
-    return (
-        f"split weights and Kahan summation start from the FP32 values of {count} trainable tensors, which Trainer or "
-        "cast_model(keep_low_bits=True) keeps"
-    )
 
 
 def _in_16_bits(weight: LoadedTensor) -> bool:

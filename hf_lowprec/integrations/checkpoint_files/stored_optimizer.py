@@ -17,15 +17,13 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.low_bits import RandomStream, fp32_values
 from hf_lowprec.optim.state.state_dict_format import (
     LOW_BITS,
-    dither_streams,
     from_saved_form,
     in_own_dtype,
 )
 from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX, SCALE_SUFFIX, decoded, states_in_codes
-from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.low_bits import fp32_value, low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
@@ -40,7 +38,6 @@ class StoredParameter(NamedTuple):
         infos: shape and dtype of each of its states; codes of 8 bits go by the name of the state.
         read: reads one of them; codes are decoded to FP32.
         step: how often it was stepped; None if the optimizer does not count.
-        dither: the random stream of the dither that its compensation started with; None if there was none.
         low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
     """
 
@@ -48,7 +45,6 @@ class StoredParameter(NamedTuple):
     infos: dict[str, TensorInfo]
     read: Callable[[str], Tensor]
     step: int | None
-    dither: RandomStream | None
     low_bits: dict[str, Any] | None
 
     @property
@@ -66,8 +62,7 @@ class StoredParameter(NamedTuple):
         if self.low_bits is not None:
             restore_saved_low_bits(weight, self.low_bits)
         kept = self.read(self.compensation) if self.compensation else low_bits(weight)
-        dither = self.dither if self.compensation else dither_stream_of(weight)
-        return weight.float() if kept is None else fp32_values(weight, kept, dither)
+        return weight.float() if kept is None else fp32_value(weight, kept.to(weight.device))
 
 
 class StoredOptimizer(NamedTuple):
@@ -156,7 +151,6 @@ def _stored_optimizer(
 ) -> StoredOptimizer:
     """The optimizer with the state dict `saved`, in which tensors may lack their values, which `read` returns."""
     groups = from_saved_form({_GROUPS: saved[_GROUPS]})[_GROUPS]
-    dithers = dither_streams(groups)
 
     def parameter(key: Any, group: ParamGroup) -> StoredParameter:
         state = saved[_STATE].get(key, {})
@@ -165,7 +159,6 @@ def _stored_optimizer(
             key,
             *_states(state, partial(read, key)),
             None if step is None else int(step),
-            dithers.get(key),
             None if state else saved.get(LOW_BITS, {}).get(key),
         )
 

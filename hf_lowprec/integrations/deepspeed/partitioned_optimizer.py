@@ -127,11 +127,10 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         """
         parts = [(part, part_of(part)) for part in self._params()]
         device = private_apis.device_of(self._zero)
-        for name, full, dither_stream in low_bits_of_rank_0(kept, shapes, device):
+        for name, full in low_bits_of_rank_0(kept, shapes, device):
             for param, part in parts:
                 if part.name == name:
-                    own = full.view(-1)[part.start : part.start + param.numel()].clone()
-                    set_low_bits(param, own, dither_stream)
+                    set_low_bits(param, full.view(-1)[part.start : part.start + param.numel()].clone())
 
     def _add_partition(self, partition: Partition) -> None:
         parts = []

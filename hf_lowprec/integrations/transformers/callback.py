@@ -161,7 +161,9 @@ class LowPrecisionCallback(TrainerCallback):
         """`Accelerator.prepare_model`: first cast the model if it is only evaluated."""
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
             patterns = self._patterns if type(model) is type(self._trained) else ()  # other classes have other names
-            report = cast_like_trained(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
+            report = cast_like_trained(
+                model, self._trained, lambda other: cast_model(other, self.dtype, patterns, keep_low_bits=False)
+            )
             if report.changed:
                 self.reduction.notes.append(
                     f"{type(model).__name__} is used only for evaluation and was cast like the trained model"
@@ -274,7 +276,7 @@ class LowPrecisionCallback(TrainerCallback):
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         # FSDP2 loads into the existing tensors and keeps their dtypes.
         if best and not any(map(is_sharded, kwargs["model"].parameters())):
-            cast_model(kwargs["model"], self.dtype, self._patterns)
+            cast_model(kwargs["model"], self.dtype, self._patterns, keep_low_bits=False)
         if not isinstance(optimizer, LowPrecisionOptimizer):
             return
         if isinstance(optimizer, ScheduleFreeAdamW):

@@ -33,7 +33,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
-from hf_lowprec.optim.state.low_bits import starts_with_low_bits
+from hf_lowprec.optim.state.low_bits import uses_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -65,7 +65,7 @@ def build(call: TrainerCall) -> None:
     else:
         settings = _settings_of_given_optimizer(arguments)
     _check_precision(args)
-    callback.begin(optim_args, keep_low_bits=any(map(starts_with_low_bits, settings)))
+    callback.begin(optim_args, keep_low_bits=any(map(uses_low_bits, settings)))
     attach(trainer, callback)
     cast = functools.partial(callback.cast, outputs_next_to_loss=_needs_outputs(trainer))
     if arguments.get("model") is not None:
@@ -184,7 +184,7 @@ def _settings_of_given_optimizer(arguments: Mapping[str, Any]) -> Sequence[Mappi
     """The settings of an hf_lowprec optimizer among the constructor's arguments, by param group; empty without one."""
     optimizer, _ = arguments.get("optimizers") or (None, None)
     if isinstance(optimizer, LowPrecisionOptimizer):
-        return [{**group, "initial_compensation": optimizer.initial_compensation} for group in optimizer.param_groups]
+        return optimizer.param_groups
     cls, kwargs = arguments.get("optimizer_cls_and_kwargs") or (None, {})
     return [kwargs] if isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer) else []
 

@@ -1,14 +1,10 @@
 """The low bits of weights in an optimizer: the compensation or remainder of each 16-bit weight.
 
-They start as the low bits that a cast rounded off (`rounding/low_bits.py`), as a dither, or as zero. With zero, no
-weight moves before its updates add up to half a spacing, so what the model computes with lags behind. With low bits or
-a dither, weights move from the first step on, in proportion to the update.
+They start as the low bits that a cast rounded off (`rounding/low_bits.py`), else as zero. With low bits, weights move
+from the first step on, in proportion to the update. From zero, no weight moves before its updates add up to half a
+spacing, as FP32 master weights that start from a BF16 checkpoint do.
 
 `fp32_state_dict` reads weight + low bits. `keep_low_bits` hands them to the next optimizer.
-
-A dither is not a part of the weight, and `fp32_state_dict` subtracts it. It is a pure function of seed, parameter
-number and element, in units of the weight's spacing. A weight that has moved past a power of two has another spacing;
-there the dither is known only to within half a spacing.
 """
 
 from __future__ import annotations
@@ -16,16 +12,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.parameter_numbers import number_of
+from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import (
     dtensor_like,
@@ -34,118 +28,39 @@ from hf_lowprec.optim.sharding import (
     global_indices,
     local_shard,
     part_of,
-    sharding_of,
-    sum_over_shards,
 )
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name, round_nearest
-from hf_lowprec.rounding.low_bits import (
-    chunk_size,
-    dither_stream_of,
-    fp32_value,
-    low_bits,
-    set_low_bits,
-    stored_pair,
-)
+from hf_lowprec.rounding.low_bits import chunk_size, fp32_value, low_bits, set_low_bits, stored_pair
 from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
-from hf_lowprec.rounding.random_bits import dither, random_bits
-
-_STEP, _ROLE = 0, 0
-"""The dither's place in the stream of random bits; optimizer steps count from 1."""
 
 
-def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: Tensor, seed: int, number: int) -> None:
-    """Fill a new compensation or remainder with low bits or a dither, as `optimizer.initial_compensation` says.
-
-    Args:
-        optimizer: the optimizer; it notes whether the parameter is dithered.
-        compensation: zeros, BF16 or int16, sharded as `param` is.
-        param: the 16-bit parameter.
-        seed: its group's seed.
-        number: its number in the random stream.
-    """
-    optimizer.dithered.discard(param)
-    if optimizer.initial_compensation == "zero":
-        return
-    kept = low_bits(param) if optimizer.initial_compensation == "low_bits" else None
-    # All ranks must come to the same conclusions, since they save one state dict.
-    is_missing = _on_any_rank(kept is None, param)
-    if kept is not None and not is_missing:
-        flat, dither_to_subtract = kept.reshape(-1), dither_stream_of(param)
-        if dither_to_subtract == (seed, number) and kept.dtype == compensation.dtype:  # it is this optimizer's own
-            optimizer.dithered.add(param)
-            dither_to_subtract = None
-
-        def without_foreign_dither(weight: Tensor, part: slice, index: Tensor) -> Tensor:
-            return undithered(weight, flat[part], index, dither_to_subtract)
-
-        store_values(param, compensation, without_foreign_dither)
-    else:
-
-        def with_dither(weight: Tensor, part: slice, index: Tensor) -> Tensor:
-            return weight.float() + _draw(weight, index, seed, number)
-
-        store_values(param, compensation, with_dither)
-        if _on_any_rank(bool(local_shard(compensation).any()), param):  # zeros are not dithered
-            optimizer.dithered.add(param)
-
-
-def _on_any_rank(condition: bool, param: Tensor) -> bool:
-    """Return whether `condition` holds on a rank with a shard of `param`."""
-    count = torch.tensor(float(condition), device=param.device)
-    return bool(sum_over_shards(count, sharding_of(param)))
-
-
-def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
-    """Warn if parameters that are about to be stepped have low bits, and `optimizer` has no use for them."""
-    unused = [
-        (group, param)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if optimizer.gradient_of(param) is not None and not starts_with_low_bits(_settings(optimizer, group))
-        if low_bits(param) is not None
-    ]
-    if unused:
-        settings = _settings(optimizer, unused[0][0])
-        modes = "'kahan'" if any(param.dtype == torch.float16 for _, param in unused) else "'split' or 'kahan'"
-        warnings.warn(
-            f"the low bits of {len(unused)} parameters, kept by cast_model(keep_low_bits=True) or an earlier Trainer, "
-            f"are dropped: rounding={settings['rounding']!r} with "
-            f"initial_compensation={settings['initial_compensation']!r} does not use them. Use rounding={modes} with "
-            "initial_compensation='low_bits', or call hf_lowprec.drop_low_bits(model) first",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _settings(optimizer: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rounding": group["rounding"], "initial_compensation": optimizer.initial_compensation}
-
-
-def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
+def uses_low_bits(settings: Mapping[str, Any]) -> bool:
     """Return whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
-    mode = MODES[mode_name(settings.get("rounding", "kahan"))]
-    low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
-    return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)
+    return bool(MODES[mode_name(settings.get("rounding", "kahan"))].auxiliary)
+
+
+def start_with_low_bits(low_bits_state: Tensor, param: Tensor) -> None:
+    """Fill a new compensation or remainder, which is zero, with the low bits kept for `param`, if there are any."""
+    if (kept := low_bits(param)) is not None:
+        store_sums(param, low_bits_state, kept)
 
 
 def initial_values(optimizer: Algorithm) -> Counter[str]:
     """Count the elements of 16-bit parameters by what their compensation or remainder starts, or has started, with.
 
-    Kinds: "low bits", "dither", "zero" and "values of a checkpoint or of earlier steps".
+    Kinds: "low bits", "zero" and "values of a checkpoint or of earlier steps".
     """
     count: Counter[str] = Counter()
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param))
-            if not holds:
+        for param in group["params"] if uses_low_bits(group) else ():
+            if param.dtype not in LOW_PRECISION_DTYPES:
                 continue
-            kind = optimizer.initial_compensation
             if low_bits_state(optimizer.state.get(param, {})) is not None:
                 kind = "values of a checkpoint or of earlier steps"
-            elif kind == "low_bits":
-                kind = "dither" if low_bits(param) is None else "low bits"
+            else:
+                kind = "zero" if low_bits(param) is None else "low bits"
             count[kind] += param.numel()
     return +count
 
@@ -159,14 +74,13 @@ def reset_outdated_compensations(optimizer: Algorithm) -> int:
         The number of parameters whose compensation or remainder was not zero.
     """
     count = 0
-    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+    for param in _params_of(optimizer):
         state = low_bits_state(optimizer.state.get(param, {}))
         if state is None or low_bits(param) is not None:
             continue
         drop_low_bits_of(param)
         count += bool(local_shard(state).any())
         state.zero_()
-        optimizer.dithered.discard(param)
     return count
 
 
@@ -175,64 +89,30 @@ def low_bits_state(optimizer_state: Mapping[str, Any]) -> Tensor | None:
     return next((optimizer_state[name] for name in LOW_BITS_STATES if name in optimizer_state), None)
 
 
-@without_grad
-def fp32_values(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int] | None = None) -> Tensor:
-    """The FP32 values that a parameter and its compensation or remainder hold, without the dither that it started with.
-
-    Args:
-        param: the parameter; plain, or a DTensor.
-        low_bits: its compensation or remainder, or the low bits kept for it; a DTensor or this rank's shard.
-        dither_stream: seed and number in the random stream of a dithered parameter.
-
-    Returns:
-        FP32 tensor of the shape of this rank's shard of `param`.
-    """
-    weight = local_shard(param).detach()
-    low_bits = local_shard(low_bits).to(weight.device)
-    if dither_stream is None:
-        return fp32_value(weight, low_bits)
-    flat, low_bits = weight.contiguous().view(-1), low_bits.contiguous().view(-1)
-    values = torch.empty_like(flat, dtype=torch.float32)
-    for part, index in chunks(param):
-        values[part] = undithered(flat[part], low_bits[part], index, dither_stream)
-    return values.view(weight.shape)
+def _params_of(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
-def undithered(weight: Tensor, low_bits: Tensor, index: Tensor, dither_stream: tuple[int, int] | None) -> Tensor:
-    """The FP32 values of some elements, without the dither. `index` is their global indices."""
-    if dither_stream is None:
-        return fp32_value(weight, low_bits)
-    dithered = weight.float() + _draw(weight, index, *dither_stream)
-    held = fp32_value(*stored_pair(dithered, weight.dtype, low_bits.dtype)) - weight.float()  # of 8 bits at least
-    return fp32_value(weight, low_bits, held)
-
-
-def _draw(weight: Tensor, index: Tensor, seed: int, number: int) -> Tensor:
-    """The dither of some weights, FP32.
-
-    Args:
-        weight: BF16 or FP16 tensor.
-        index: their global indices.
-        seed: the group's seed.
-        number: the parameter's number in the random stream.
-    """
-    bits = random_bits(seed=seed, step=_STEP, parameter=number, role=_ROLE, index=index)
-    return dither(weight, bits).nan_to_num(0.0, 0.0, 0.0)
-
-
-@without_grad
-def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slice, Tensor], Tensor]) -> None:
-    """Store FP32 values in a parameter and its compensation or remainder.
+def store_sums(param: Tensor, low_bits: Tensor, held: Tensor) -> None:
+    """Store what a parameter and `held` hold together in the parameter and `low_bits`.
 
     Args:
         param: the 16-bit parameter.
         low_bits: BF16 for a compensation, int16 for a remainder; contiguous, sharded as `param` is.
-        values: as `change` of `change_weights`, but returns FP32 values.
+        held: low bits of any form for `param`; a DTensor or this rank's shard.
     """
+    flat = local_shard(held).contiguous().view(-1)
+    _store_values(param, low_bits, lambda weight, part: fp32_value(weight, flat[part].to(weight.device)))
+
+
+@without_grad
+def _store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slice], Tensor]) -> None:
+    """Store the FP32 `values(weight, part)` in a parameter and its compensation or remainder; see `change_weights`."""
     target = local_shard(low_bits).view(-1)
 
     def change(weight: Tensor, part: slice, index: Tensor) -> Tensor:
-        changed, target[part] = stored_pair(values(weight, part, index), weight.dtype, target.dtype)
+        changed, target[part] = stored_pair(values(weight, part), weight.dtype, target.dtype)
         return changed
 
     change_weights(param, change)
@@ -250,17 +130,14 @@ def add_to_weights(param: Tensor, optimizer_state: Mapping[str, Any], change: Te
     flat, held = change.reshape(-1), low_bits_state(optimizer_state)
     low_bits = None if held is None else local_shard(held).view(-1)
 
-    def exact(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+    def exact(weight: Tensor, part: slice) -> Tensor:
         value = weight.float() if low_bits is None else fp32_value(weight, low_bits[part].to(weight.device))
         return value + flat[part].to(weight.device, torch.float32) * factor
 
-    def rounded(weight: Tensor, part: slice, index: Tensor) -> Tensor:
-        return round_nearest(exact(weight, part, index), weight.dtype).to(weight.dtype)
-
-    if held is None:
-        change_weights(param, rounded)
+    if held is not None:
+        _store_values(param, held, exact)
     else:
-        store_values(param, held, exact)
+        change_weights(param, lambda w, part, index: round_nearest(exact(w, part), w.dtype).to(w.dtype))
 
 
 @without_grad
@@ -275,7 +152,10 @@ def change_weights(param: Tensor, change: Callable[[Tensor, slice, Tensor], Tens
     shard = local_shard(param)
     flat = shard.contiguous().view(-1)
     moved: list[tuple[slice, Tensor]] = []
-    for part, index in chunks(param):
+    first = 0
+    for index in global_indices(param, chunk_size(param.device)):
+        part = slice(first, first + len(index))
+        first = part.stop
         weight = change(flat[part], part, index)
         if not torch.equal(weight, flat[part]):
             moved.append((part, weight))
@@ -283,14 +163,6 @@ def change_weights(param: Tensor, change: Callable[[Tensor, slice, Tensor], Tens
         flat[part] = weight
     if moved and flat.data_ptr() != shard.data_ptr():
         shard.copy_(flat.view(shard.shape))
-
-
-def chunks(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of this rank's flattened shard of `param`, and the global indices of their elements."""
-    first = 0
-    for index in global_indices(param, chunk_size(param.device)):
-        yield slice(first, first + len(index)), index
-        first += len(index)
 
 
 _NAMED = 3
@@ -302,10 +174,9 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the best FP32 estimate of every tensor of `model.state_dict()`.
 
     For a split weight, it is the master weight, with all its bits. For a weight trained with Kahan summation, it is
-    `weight + compensation`: about twice as many significant bits as the weight has. The dither that either may have
-    started with is subtracted (see above). Before the first step, it is the weight plus the
-    low bits that the cast kept. Every other floating-point tensor is simply converted. A warning names trainable
-    16-bit parameters that are not in `optimizer`, or whose optimizer is from another library.
+    `weight + compensation`: about twice as many significant bits as the weight has. Before the first step, it is the
+    weight plus the low bits that the cast kept. Every other floating-point tensor is simply converted. A warning names
+    trainable 16-bit parameters that are not in `optimizer`, or whose optimizer is from another library.
 
     Args:
         model: the trained model.
@@ -337,10 +208,9 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         ValueError: it holds none of the model's parameters.
     """
     optimizer = unwrap_given_optimizer(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     if is_cut(optimizer):
         return _estimates_of_parts(model, optimizer)
-    own = set(map(id, params))
+    own = set(map(id, _params_of(optimizer)))
     if not any(id(param) in own for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
     return fp32_estimator(optimizer)
@@ -348,7 +218,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
 
 def is_cut(optimizer: Any) -> bool:
     """Return whether the parameters of `optimizer` are parts of the model's, as under DeepSpeed's ZeRO."""
-    return any(flat_part(param) is not None for group in optimizer.param_groups for param in group["params"])
+    return any(flat_part(param) is not None for param in _params_of(optimizer))
 
 
 def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
@@ -358,9 +228,8 @@ def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], 
     """
     estimate = fp32_estimator(optimizer)
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            parts[part_of(param).name].append(param)
+    for param in _params_of(optimizer):
+        parts[part_of(param).name].append(param)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, list(parts))
     trained = set().union(*of_ranks)
@@ -383,37 +252,23 @@ def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], 
 
 def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
     """Return a function that computes the best FP32 estimate of a tensor, which `optimizer` may be training."""
-    streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
+    own = set(map(id, _params_of(optimizer)))
 
+    @without_grad
     def estimate(tensor: Tensor) -> Tensor:
         """An FP32 copy of a parameter or buffer, with all that is stored of it; other dtypes as they are."""
         if not tensor.is_floating_point():
             return tensor
-        # `state[tensor]` would create an entry for a parameter that was never stepped.
-        state = low_bits_state(optimizer.state.get(tensor, {})) if id(tensor) in streams else None
-        kept = low_bits(tensor) if id(tensor) in streams and state is None else state
-        if kept is None:
+        held = None
+        if id(tensor) in own:  # `state[tensor]` would create an entry for a parameter that was never stepped
+            state = low_bits_state(optimizer.state.get(tensor, {}))
+            held = low_bits(tensor) if state is None else local_shard(state)
+        if held is None:
             return tensor.detach().to(torch.float32, copy=True)
-        own = streams[id(tensor)] if tensor in optimizer.dithered else None
-        return dtensor_like(fp32_values(tensor, kept, dither_stream_of(tensor) if state is None else own), tensor)
+        weight = local_shard(tensor).detach()
+        return dtensor_like(fp32_value(weight, held.to(weight.device)), tensor)
 
     return estimate
-
-
-class RandomStream(NamedTuple):
-    """The source of a parameter's random bits: the seed, and the parameter's number."""
-
-    seed: int
-    number: int
-
-
-def random_streams(groups: Iterable[ParamGroup]) -> Iterator[tuple[Any, RandomStream]]:
-    """Each of the `params` of an optimizer's groups, in memory or read from a file, and its random stream."""
-    first = 0
-    for group in groups:
-        for position, param in enumerate(group["params"], first):
-            yield param, RandomStream(group.get("seed", 0), number_of(param, position, group))
-        first += len(group["params"])
 
 
 def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
@@ -446,7 +301,7 @@ def keep_low_bits(optimizer: Any) -> None:
     """Keep the compensations or remainders of `optimizer` with its parameters, for the next optimizer.
 
     An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters begins
-    with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends,
+    with the FP32 weights of this one, as after `cast_model`. Trainer calls this when training ends,
     and in a single process also when an exception ends it. If the 16-bit values of a parameter change before
     the next optimizer's first step, nothing is kept for it.
 
@@ -461,11 +316,10 @@ def keep_low_bits(optimizer: Any) -> None:
     optimizer = unwrap_given_optimizer(optimizer)
     if not all("rounding" in group for group in optimizer.param_groups):
         raise TypeError(f"{type(optimizer).__name__} has no low bits to keep; pass an hf_lowprec optimizer")
-    for param, stream in random_streams(optimizer.param_groups):
+    for param in _params_of(optimizer):
         state = low_bits_state(optimizer.state.get(param, {}))
         if state is not None and param.dtype in LOW_PRECISION_DTYPES:
-            dither_stream = stream if param in optimizer.dithered else None  # the dither is no part of the FP32 weight
-            set_low_bits(param, local_shard(state), dither_stream)
+            set_low_bits(param, local_shard(state))
 
 
 def drop_low_bits(model: nn.Module) -> None:

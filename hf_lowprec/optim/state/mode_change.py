@@ -1,9 +1,9 @@
 """Changing the rounding mode of a parameter that has been trained in another one.
 
 A mode's auxiliary state is a part of the weight: under Kahan summation, the weight is `weight + compensation`; of split
-weights it is the master. Both without the dither that they may have started with. When a group is given another mode,
-between two steps or by loading a checkpoint of another mode, that value is stored as the new mode stores it: rounded
-once, or as a new pair. It happens before the next step, since weights may be loaded after the optimizer.
+weights it is the master. When a group is given another mode, between two steps or by loading a checkpoint of another
+mode, that value is stored as the new mode stores it: rounded once, or as a new pair. It happens before the next step,
+since weights may be loaded after the optimizer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.low_bits import change_weights, store_values, undithered
+from hf_lowprec.optim.state.low_bits import change_weights, store_sums
 from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
+from hf_lowprec.rounding.low_bits import fp32_value
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 from hf_lowprec.rounding.random_bits import random_bits
 
 STEP, ROLE = 0, 1
-"""Step and role of the random bits. Steps count from 1, so no step draws them; the dither has role 0."""
+"""Step and role of the random bits. Steps count from 1, so no step draws them."""
 
 
 def states_of_other_modes(group: ParamGroup, optimizer_state: dict[str, Any]) -> set[str]:
@@ -44,14 +45,10 @@ def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, numbe
     formers = states_of_other_modes(group, state)
     # There are two if a step failed between creating one and filling it.
     former = max(formers, key=lambda name: bool(local_shard(state[name]).any()))
-    low_bits = local_shard(state[former]).to(param.device).contiguous().view(-1)
-    stream = (group["seed"], number) if param in optimizer.dithered else None
-
-    def values(weight: Tensor, part: slice, index: Tensor) -> Tensor:
-        return undithered(weight, low_bits[part], index, stream)
+    held = local_shard(state[former]).contiguous().view(-1)
 
     def rounded(weight: Tensor, part: slice, index: Tensor) -> Tensor:
-        exact = values(weight, part, index)
+        exact = fp32_value(weight, held[part].to(weight.device))
         if not mode.random:
             return round_nearest(exact, weight.dtype).to(weight.dtype)
         bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
@@ -60,9 +57,8 @@ def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, numbe
     mode = MODES[group["rounding"]]
     if mode.auxiliary:
         (new,) = (each.name for each in mode.auxiliary)
-        store_values(param, state[new], values)
+        store_sums(param, state[new], held)
     else:
         change_weights(param, rounded)
     for name in formers:
         del state[name]
-    optimizer.dithered.discard(param)

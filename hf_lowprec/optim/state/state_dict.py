@@ -19,13 +19,11 @@ from hf_lowprec.optim.state.imported_states import START_AGAIN, ForeignFormat, c
 from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
-    DITHERED,
     HEADER,
     LOW_BITS,
     NORM_BEFORE,
     SKIPPED_STEPS,
     algorithm_name,
-    dither_streams,
     from_saved_form,
     numbered_parameters,
 )
@@ -110,8 +108,7 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tup
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
-    dithered = {*dither_streams(saved_groups)}
-    return {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered}, notes
+    return {**state_dict, "state": states, "param_groups": own_modes}, notes
 
 
 def _check_containers(state_dict: Mapping[str, Any]) -> None:
@@ -387,7 +384,6 @@ def check_and_load(
         load_by_torch(state_dict)
     finally:
         handle.remove()
-    optimizer.dithered.clear()
     for param, number in numbered_parameters(optimizer, loadable):
         _restore(optimizer, param, number, loadable)
     norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
@@ -412,8 +408,6 @@ def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str,
             optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
         elif optimizer.state[param][name].dtype != value.dtype:
             optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format)
-    if number in loaded[DITHERED]:
-        optimizer.dithered.add(param)
     if number in loaded.get(LOW_BITS, {}):
         restore_saved_low_bits(param, loaded[LOW_BITS][number])
     elif low_bits_state(saved) is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim.arguments import dtype_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.state.low_bits import RandomStream, low_bits_state, random_streams
+from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import low_bits_to_save
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -29,7 +29,7 @@ FORMAT = 2
 """Version of the state dicts that are saved, and the only one that is read."""
 
 HEADER = "header"
-"""Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `DITHERED`."""
+"""Key of a param group while it is loaded: the name of the algorithm that saved it, and the format."""
 
 NORM_BEFORE = "norm_before"
 """Key of the first group: the gradient norm of the last step, by which `clip="delayed"` clips the next one."""
@@ -45,10 +45,6 @@ LOW_BITS = "low_bits"
 """Key of a state dict: low bits of parameters that have not been stepped yet, by number. It is left out if there are
 none."""
 
-DITHERED = "dithered"
-"""Key of the header: for each parameter of the group, "1" if its compensation started with a dither, else "0"; left out
-if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
-
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header, `ADDED_KEYS` and the value itself.
 
@@ -60,7 +56,7 @@ _CARRIED: dict[str, Any] = {
     _CARRIER: object,
     "optimizer": str,
     "format": int,
-    DITHERED: str,
+    "dithered": str,  # some state dicts of this format have it; it is not used
     "first_parameter": (int, type(None)),
     NORM_BEFORE: float,
     SKIPPED_STEPS: int,
@@ -79,10 +75,8 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     `torch.dtype`, and int16 states by views of their bytes, since they cannot gather those either.
     """
 
-    def saved_group(group: ParamGroup, params: list[Tensor]) -> ParamGroup:
+    def saved_group(group: ParamGroup) -> ParamGroup:
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
-        if not optimizer.dithered.isdisjoint(params):
-            header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
@@ -92,10 +86,9 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         state_dict["param_groups"][0][NORM_BEFORE] = float(release.clipping.norm_before)
     if skipped_steps := optimizer.skipped_steps:
         state_dict["param_groups"][0][SKIPPED_STEPS] = skipped_steps
-    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     saved = {
         **state_dict,
-        "param_groups": [saved_group(group, own["params"]) for group, own in groups],
+        "param_groups": [saved_group(group) for group in state_dict["param_groups"]],
         "state": _map_states(state_dict["state"], lambda name, value: _in_saved_dtype(value)),
     }
     kept = {
@@ -184,17 +177,6 @@ def algorithm_name(optimizer: Algorithm) -> str:
     """The name of the optimizer's algorithm: its class in `algorithms/`, which users may have subclassed."""
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
     return next(classes, type(optimizer)).__name__
-
-
-def dither_streams(saved_groups: list[ParamGroup]) -> dict[Any, RandomStream]:
-    """The random streams of the dithered parameters by their numbers, from the headers of the groups."""
-    streams = dict(random_streams(saved_groups))
-    return {
-        number: streams[number]
-        for group in saved_groups
-        for number, flag in zip(group["params"], group.get(HEADER, {}).get(DITHERED, ""), strict=False)
-        if flag == "1"
-    }
 
 
 def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:

@@ -20,7 +20,7 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix
 from hf_lowprec.optim.parameter_numbers import number_of
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
-from hf_lowprec.optim.state.low_bits import initialize_compensation, warn_about_unused_low_bits
+from hf_lowprec.optim.state.low_bits import start_with_low_bits
 from hf_lowprec.optim.state.mode_change import convert_states, states_of_other_modes
 from hf_lowprec.optim.state.state_tensors import StateTensor, state_tensors, zeros_apart
 from hf_lowprec.optim.state.states_in_8_bits import key_of
@@ -80,7 +80,6 @@ class StepPlan:
 
     def __init__(self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None) -> None:
         _check_params(optimizer, set(map(id, params_of(optimizer, param_ids))))
-        warn_about_unused_low_bits(optimizer)
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
         self._in_new_mode: list[ParamEntry] = []
@@ -129,7 +128,7 @@ class StepPlan:
             validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
             states = state_tensors(optimizer, group, param)
             number = number_of(param, index, group)
-            optimizer_state = _initialized_state(optimizer, param, group, states, number)
+            optimizer_state = _initialized_state(optimizer, param, group, states)
             former = states_of_other_modes(group, optimizer_state)
             _check_shapes(optimizer, index, param, grad, states, sorted(former))
             parts = {tensor.key: local_shard(optimizer_state[tensor.key]) for tensor in states}
@@ -279,7 +278,7 @@ def _check_shapes(
 
 
 def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: list[StateTensor], number: int
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: list[StateTensor]
 ) -> dict[str, Any]:
     """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
 
@@ -290,7 +289,6 @@ def _initialized_state(
         param: the parameter.
         group: its group.
         states: the states that it has.
-        number: its number in the random stream.
     """
     optimizer_state: dict[str, Any] = optimizer.state[param]
     missing: dict[str, Any] = {}
@@ -301,7 +299,7 @@ def _initialized_state(
         if key not in optimizer_state:
             missing[key] = zeros_apart(param, tensor, k, len(states), optimizer.state_device(param))
             if state.holds_low_bits and not states_of_other_modes(group, optimizer_state):
-                initialize_compensation(optimizer, missing[state.name], param, group["seed"], number)
+                start_with_low_bits(missing[state.name], param)
     # All at once and filled: if memory runs out before, the next step finds none and begins again.
     optimizer_state.update(missing)
     drop_low_bits(param)

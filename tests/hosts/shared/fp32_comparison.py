@@ -73,7 +73,7 @@ def _trained(
     first = {name: param.detach().clone() for name, param in model.named_parameters()}
     kept = ""
     if split:
-        report = hf_lowprec.cast_model(model, keep_low_bits=True)
+        report = hf_lowprec.cast_model(model)
         kept = ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in report.kept}))
     optimizer = make_optimizer(model, split)
     values = []

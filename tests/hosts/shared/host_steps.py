@@ -72,7 +72,6 @@ class Steps:
         flat = torch.cat([one.flatten() for one in moved])
         share = (flat > 0).double().mean().item()
         assert share > 0.9, f"only {share:.0%} of the weights have moved"
-        # The dither of a weight that has passed a power of two is known only to within half a spacing.
         far = (flat > 3 * lr * count).double().mean().item()
         assert far < 0.01, f"{far:.0%} of the weights have moved further than {3 * lr * count}"
         print(f"{type(self.optimizer).__name__}: {count} steps, {share:.1%} of the weights have moved")

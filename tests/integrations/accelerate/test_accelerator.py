@@ -575,7 +575,7 @@ def test_parameters_that_become_trainable_after_prepare_are_accumulated_like_the
 def test_low_bits_survive_a_prepare_that_fails():
     ours = fsdp(fsdp_version=2)
     model = nn.Linear(8, 8)
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     before = low_bits(model.weight).clone()
     hf_lowprec.prepare_accelerator(ours)
     with pytest.raises(ValueError, match="optimizer"):

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
 from hf_lowprec.integrations.carry_low_bits import give_low_bits, take_low_bits
-from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, set_low_bits
+from hf_lowprec.rounding.low_bits import low_bits
 
 
 @pytest.fixture
@@ -22,21 +22,10 @@ def one_rank():
 @pytest.mark.parametrize("name", ["layer", "module"])
 def test_ddp_has_a_prefix_that_names_in_the_model_may_have_as_well(one_rank, name, compiled):
     model = nn.ModuleDict({name: nn.Linear(8, 8)})
-    hf_lowprec.cast_model(model, keep_low_bits=True)
+    hf_lowprec.cast_model(model)
     before = {param: low_bits(param) for param in model.parameters()}
     kept = take_low_bits(model)
     assert not any(low_bits(param) is not None for param in before)
     wrapped = DistributedDataParallel(model)
     give_low_bits(torch.compile(wrapped) if compiled else wrapped, kept, torch.device("cpu"))
     assert all(torch.equal(low_bits(param), expected) for param, expected in before.items())
-
-
-def test_a_dither_that_they_include_is_still_known(one_rank):
-    model = nn.Linear(8, 8, dtype=torch.bfloat16)
-    set_low_bits(model.weight, torch.ones(8, 8, dtype=torch.int8), (5, 1))
-    set_low_bits(model.bias, torch.ones(8, dtype=torch.int16))
-    kept = take_low_bits(model)
-    assert (dither_stream_of(model.weight), dither_stream_of(model.bias)) == (None, None)
-    give_low_bits(DistributedDataParallel(model), kept, torch.device("cpu"))
-    assert (dither_stream_of(model.weight), dither_stream_of(model.bias)) == ((5, 1), None)
-    assert low_bits(model.weight).dtype == torch.int8

@@ -1,7 +1,6 @@
 """A second Trainer of the same model begins with the FP32 estimates that the first one has ended with."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -42,29 +41,20 @@ def in_16_bits(model) -> set[str]:
 @pytest.mark.parametrize("second", ["adamw_bf16_kahan", "adamw_bf16_split"])
 @pytest.mark.parametrize("first", ["adamw_bf16_kahan", "adamw_bf16_split"])
 @pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])
-@pytest.mark.parametrize("seed", [0, 5])
-def test_it_begins_with_the_fp32_weights_of_the_first(tmp_path, capsys, loaded_in, first, second, seed):
-    """With a BF16 model they include a dither; a second optimizer with the same seed would draw the same one."""
+def test_it_begins_with_the_fp32_weights_of_the_first(tmp_path, capsys, loaded_in, first, second):
     model = llama() if loaded_in == "FP32" else llama().to(BF16)
-    earlier = trained(tmp_path, model, max_steps=3, learning_rate=1e-4, optim=first, optim_args="seed=0")
+    earlier = trained(tmp_path, model, max_steps=3, learning_rate=1e-4, optim=first)
     expected, beginning = estimates(earlier), Beginning()
     del earlier
     capsys.readouterr()
     assert with_low_bits(model) == in_16_bits(model)
-    later = trained(tmp_path, model, callbacks=[beginning], optim=second, optim_args=f"seed={seed}", **STILL)
+    later = trained(tmp_path, model, callbacks=[beginning], optim=second, **STILL)
     assert "starts with low bits" in capsys.readouterr().out
     found = estimates(later)
-    is_dithered = loaded_in == "BF16"
-    assert bool(optimizer_of(later).dithered) == (is_dithered and seed == 0 and first == second)
     for name, value in expected.items():
         assert torch.equal(beginning.estimates[name], value), name
-        # A BF16 compensation holds 8 bits of what is half a spacing at most, twice that with a dither.
-        if second.endswith("kahan") and "norm" not in name:
-            # The dither to subtract is drawn for the stored weight, which may have moved to another spacing, in a tie.
-            near_a_power_of_two = spacing(value * (1 - 2.0**-7), BF16) != spacing(value * (1 + 2.0**-7), BF16)
-            lost = torch.where(near_a_power_of_two, 0.5, 2.0**-8) * spacing(value, BF16)
-        else:
-            lost = 0.0
+        # A BF16 compensation holds 8 bits of what is half a spacing at most.
+        lost = 2.0**-9 * spacing(value, BF16) if second.endswith("kahan") and "norm" not in name else 0.0
         assert ((found[name] - value).abs() <= lost).all(), name
     assert any((value != value.to(BF16)).any() for name, value in expected.items() if "norm" not in name)
 
@@ -119,15 +109,11 @@ def test_low_bits_of_weights_that_have_changed_are_not_used(tmp_path):
     assert with_low_bits(trainer.model) == in_16_bits(trainer.model) - {"lm_head.weight"}
 
 
-def test_a_mode_without_a_place_for_them_says_that_they_are_dropped(tmp_path):
+def test_a_mode_without_a_place_for_them_drops_them(tmp_path):
     model = llama()
     trained(tmp_path, model, max_steps=1, optim="adamw_bf16_kahan")
-    with pytest.warns(RuntimeWarning, match=r"low bits of \d+ parameters, .* or an earlier Trainer, are dropped"):
-        trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
+    trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
     assert not any("_low_bits" in vars(param) for param in model.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
 
 
 @pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split"])
@@ -138,7 +124,6 @@ def test_the_best_weights_are_fp32_weights_too(tmp_path, loaded_in, optim):
     trainer = trained(tmp_path, model, optim=optim, **FIRST_IS_BEST)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     assert with_low_bits(model) == in_16_bits(model)
-    assert bool(optimizer_of(trainer).dithered) == (loaded_in == "BF16")
     found = estimates(trainer)
     export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "exported")
     expected = load_file(tmp_path / "exported" / "model.safetensors")

@@ -7,7 +7,6 @@ import torch
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EPS = 2.0**-24  # half an FP32 ulp, relative
 SHAPE = (40, 25)
-TEXTBOOK = {"initial_compensation": "zero"}
 """Kahan summation as in the papers. The formulas tell what one step does; a first compensation has tests of its own."""
 MODES = [(BF16, "kahan"), (BF16, "stochastic"), (BF16, "nearest"), (FP16, "kahan"), (FP16, "nearest"), (FP32, "kahan")]
 """FP32 parameters have FP32 states, and no compensation."""
@@ -79,7 +78,7 @@ def assert_rounded_once(
         hyper: hyperparameters of both.
     """
     param = parameter(dtype)
-    optimizer = cls([param], rounding=rounding, state_rounding=state_rounding, backend="eager", **TEXTBOOK, **hyper)
+    optimizer = cls([param], rounding=rounding, state_rounding=state_rounding, backend="eager", **hyper)
     state_dtype = FP32 if dtype is FP32 else BF16
     names = [state.name for state in optimizer.states(optimizer.param_groups[0])]
     rounded_away = set()  # states with errors that only stochastic rounding makes

@@ -23,7 +23,7 @@ def train_with_trainer(model: nn.Module, folder: Path) -> None:
 
 
 def train_in_own_loop(model: nn.Module, batches: list[Tensor], folder: Path) -> float:
-    report: hf_lowprec.CastReport = cast_model(model, torch.bfloat16, keep_fp32="lm_head", keep_low_bits=True)
+    report: hf_lowprec.CastReport = cast_model(model, torch.bfloat16, keep_fp32="lm_head", keep_low_bits=False)
     print(report)
     decay = [param for param in model.parameters() if param.ndim > 1]
     rest = [param for param in model.parameters() if param.ndim <= 1]
@@ -35,7 +35,6 @@ def train_in_own_loop(model: nn.Module, batches: list[Tensor], folder: Path) -> 
         rounding="kahan",
         state_dtype={"exp_avg_sq": torch.float32},
         state_rounding="stochastic",
-        initial_compensation="low_bits",
         backend="auto",
         max_grad_norm=1.0,
     )

@@ -13,7 +13,6 @@ def mistakes(model: nn.Module) -> None:
     hf_lowprec.AdamW(params, rounding="khan")  # error: arg-type
     hf_lowprec.AdamW(params, state_rounding="up")  # error: arg-type
     hf_lowprec.Lion(params, backend="cuda")  # error: arg-type
-    hf_lowprec.SGD(params, initial_compensation="none")  # error: arg-type
     hf_lowprec.Adam(params, lr="1e-3")  # error: arg-type
     hf_lowprec.Adan(params, betas=(0.9, 0.99))  # error: arg-type
     hf_lowprec.RAdam(params, fused=True)  # error: call-arg

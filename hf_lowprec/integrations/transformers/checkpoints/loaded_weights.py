@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import read_optimizer
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state, store_values
 from hf_lowprec.optim.state.low_bits import keep_low_bits as keep_low_bits_of_optimizer
+from hf_lowprec.optim.state.low_bits import low_bits_state, store_sums
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits
 
@@ -50,7 +50,7 @@ def load_in_place(model: nn.Module, keeping_low_bits: bool = False) -> Iterator[
 def keep_low_bits_of_checkpoint(model: nn.Module, checkpoint: Path) -> int:
     """Keep the low bits of the 16-bit parameters of `model` that were loaded from FP32 tensors of `checkpoint`.
 
-    Tensors are read one by one. Sharded parameters are left out: they start with a dither.
+    Tensors are read one by one. Sharded parameters are left out: their low bits start at zero.
 
     Args:
         model: the model, with the weights of the checkpoint.
@@ -99,16 +99,8 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
         if own is None:
             continue
         value = other.read(other.compensation).to(own.device) if other.compensation else torch.zeros_like(own)
-        fits = (value.dtype, value.shape) == (own.dtype, own.shape)
-        if fits:
+        if value.dtype == own.dtype:
             own.copy_(value)
         else:
-            _convert(value, own, param, other.dither)
-        (optimizer.dithered.add if fits and other.dither else optimizer.dithered.discard)(param)
+            store_sums(param, own, value)
     keep_low_bits_of_optimizer(optimizer)
-
-
-def _convert(saved: Tensor, own: Tensor, param: Tensor, dither: tuple[int, int] | None) -> None:
-    """Store in `own`, for its rounding mode, what `saved` holds in another one beyond the loaded weights of `param`."""
-    exact = fp32_values(param, saved, dither).view(-1)
-    store_values(param, own, lambda weight, part, index: exact[part])

@@ -1,8 +1,7 @@
-"""Under Trainer, an FP32 model keeps its low bits for Kahan; what the report says; resuming, adapters, model_init."""
+"""Under Trainer, an FP32 model keeps its low bits; what the report says; resuming, adapters, model_init."""
 
 import functools
 import re
-import warnings
 
 import pytest
 import torch
@@ -51,43 +50,22 @@ def test_an_fp32_model_starts_with_its_low_bits(tmp_path, capsys, how, optim):
         assert torch.equal(first.estimates[name], weights if "norm" in name else kept_values(weights)), name
     assert first.with_low_bits == {n for n, p in trainer.model.named_parameters() if p.dtype == torch.bfloat16}
     assert not first.with_low_bits_later
-    assert not optimizer_of(trainer).dithered
 
 
-def test_a_model_in_bf16_is_dithered(tmp_path, capsys):
-    model = llama().to(torch.bfloat16)
-    trainer = trained(tmp_path, model, max_steps=1, learning_rate=0.0, **KAHAN)
-    assert initial_values(capsys.readouterr().out) == {"dither": in_16_bits(trainer.model)}
-    given = llama().to(torch.bfloat16).state_dict()
-    found = fp32_state_dict(trainer.model, optimizer_of(trainer))
-    assert all(torch.equal(found[name], weights.float()) for name, weights in given.items())
-
-
-@pytest.mark.parametrize("kind", ["dither", "zero"])
-def test_optim_args_choose_it(tmp_path, capsys, kind):
-    with warnings.catch_warnings():  # of low bits that nobody uses
-        warnings.simplefilter("error", RuntimeWarning)
-        trainer = trained(tmp_path, max_steps=1, optim_args=f"initial_compensation={kind}", **KAHAN)
-    assert initial_values(capsys.readouterr().out) == {kind: in_16_bits(trainer.model)}
-    assert optimizer_of(trainer).initial_compensation == kind
-
-
-def test_bad_values_name_the_valid_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"initial_compensation='none'.*'low_bits', 'dither', 'zero'"):
-        trained(tmp_path, optim_args="initial_compensation=none", **KAHAN)
+def test_a_model_in_bf16_starts_at_zero(tmp_path, capsys):
+    trainer = trained(tmp_path, llama().to(torch.bfloat16), max_steps=1, **KAHAN)
+    assert initial_values(capsys.readouterr().out) == {"zero": in_16_bits(trainer.model)}
 
 
 def test_modes_without_a_compensation_keep_no_low_bits(tmp_path, capsys):
     first = FirstStep()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        trained(tmp_path, max_steps=1, callbacks=[first], optim="adamw_bf16_sr")
+    trained(tmp_path, max_steps=1, callbacks=[first], optim="adamw_bf16_sr")
     assert not first.with_low_bits
     assert "starts with" not in capsys.readouterr().out
 
 
 def test_adapters_in_fp32_have_low_bits(tmp_path, capsys):
-    """LoRA's B starts at zero, in FP32 as in 16 bits: no low bits, and a dither of zero."""
+    """LoRA's B starts at zero, in FP32 as in 16 bits: no low bits."""
     first = FirstStep()
     model = adapted("lora")
     exact = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -100,9 +78,8 @@ def test_adapters_in_fp32_have_low_bits(tmp_path, capsys):
             assert ((found[name] - weights).abs() <= 2.0**-16 * weights.abs()).all(), name
 
 
-@pytest.mark.parametrize("optim_args", ["initial_compensation=low_bits", "initial_compensation=dither"])
-def test_resuming_is_bit_exact(tmp_path, capsys, optim_args):
-    settings = {**KAHAN, "optim_args": optim_args, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+def test_resuming_is_bit_exact(tmp_path, capsys):
+    settings = {**KAHAN, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = trained(tmp_path, **settings)
     capsys.readouterr()
     resumed = trained(tmp_path, llama(seed=1), resume=str(tmp_path / "checkpoint-3"), **settings)
@@ -110,8 +87,6 @@ def test_resuming_is_bit_exact(tmp_path, capsys, optim_args):
     assert said == {"values of a checkpoint or of earlier steps": in_16_bits(whole.model)}
     estimates = [fp32_state_dict(trainer.model, optimizer_of(trainer)) for trainer in (whole, resumed)]
     assert all(torch.equal(estimates[0][name], estimates[1][name]) for name in estimates[0])
-    assert len(optimizer_of(resumed).dithered) == len(optimizer_of(whole).dithered)
-    assert bool(optimizer_of(resumed).dithered) == ("dither" in optim_args)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
         for name, value in optimizer_of(whole).state[a].items():
@@ -132,12 +107,9 @@ def test_a_killed_run_starts_again_or_resumes_with_the_same_bits(tmp_path, step)
     assert all(torch.equal(estimates[0][name], estimates[1][name]) for name in estimates[0])
 
 
-def test_an_optimizer_that_was_passed_decides(tmp_path, capsys):
-    for kind, expected in (("low_bits", "low bits"), ("zero", "zero")):
-        factory = hf_lowprec.optimizer_factory("adamw_bf16_kahan", lr=1e-3, initial_compensation=kind)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            trained(
-                tmp_path, max_steps=1, optimizer_cls_and_kwargs=factory, callbacks=[hf_lowprec.LowPrecisionCallback()]
-            )
-        assert expected in initial_values(capsys.readouterr().out)
+def test_an_optimizer_that_was_passed_decides(tmp_path):
+    for name, keeps in (("adamw_bf16_kahan", True), ("adamw_bf16_sr", False)):
+        factory, first = hf_lowprec.optimizer_factory(name, lr=1e-3), FirstStep()
+        callbacks = [hf_lowprec.LowPrecisionCallback(), first]
+        trained(tmp_path, max_steps=1, optimizer_cls_and_kwargs=factory, callbacks=callbacks)
+        assert bool(first.with_low_bits) == keeps

@@ -1,0 +1,220 @@
+"""Compensations and remainders start with the low bits that a cast has kept, else at zero."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hf_lowprec
+from hf_lowprec import AdamW, fp32_state_dict
+from hf_lowprec.rounding.low_bits import low_bits
+from tests.support.optim.every_optimizer import BF16, FP16, FP32, OPTIONS, build, every_algorithm
+
+SHAPES = [(40, 25), (257,), ()]
+PAIRED = ["kahan", "split"]
+"""The modes that store low bits besides the weight."""
+CASES = [(BF16, "kahan"), (FP16, "kahan"), (BF16, "split")]
+
+
+def model(dtype: torch.dtype = BF16, seed: int = 0) -> tuple[list[torch.Tensor], nn.ParameterList]:
+    """FP32 weights of σ 0.02, and a cast model of them that has kept their low bits."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = [0.02 * torch.randn(shape, generator=generator) for shape in SHAPES]
+    params = nn.ParameterList(value.clone() for value in exact)
+    hf_lowprec.cast_model(params, dtype)
+    return exact, params
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape, generator=generator).to(param)
+        optimizer.step()
+
+
+def estimates(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return list(fp32_state_dict(params, optimizer).values())
+
+
+def low_bits_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
+    """The compensation or remainder of a parameter."""
+    (name,) = {"compensation", "remainder"} & optimizer.state[param].keys()
+    return optimizer.state[param][name]
+
+
+def contents(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All bits: weights, states and FP32 estimates."""
+    states = [value for param in params for value in optimizer.state[param].values()]
+    return [*params, *states, *estimates(params, optimizer)]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def close(found: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
+    """To 2**-16 of each weight: low bits are 2**-8 of it at most, and kept to 2**-8 of themselves."""
+    return all(((a.double() - b).abs() <= 2.0**-16 * b.abs()).all() for a, b in zip(found, exact, strict=True))
+
+
+@every_algorithm
+@pytest.mark.parametrize(("dtype", "rounding"), CASES)
+def test_steps_of_size_zero_change_no_weight(name, dtype, rounding):
+    """Neither as stored nor in FP32: exactly for remainders, to 2**-16 for compensations."""
+    exact, params = model(dtype)
+    before = [param.detach().clone() for param in params]
+    optimizer = build(name, params, lr=0.0, **{**OPTIONS[name][0], "weight_decay": 0.0, "rounding": rounding})
+    for _ in range(3):
+        found = estimates(params, optimizer)
+        assert same(found, exact) if rounding == "split" else close(found, exact)
+        assert same(list(params), before)
+        train(optimizer, range(1))
+
+
+@pytest.mark.parametrize("rounding", PAIRED)
+def test_weights_that_come_in_16_bits_start_at_zero(rounding):
+    params = nn.ParameterList([torch.randn(64).to(BF16)])
+    hf_lowprec.cast_model(params)
+    optimizer = AdamW(params, lr=0.0, rounding=rounding)
+    train(optimizer, range(1))
+    assert not low_bits_of(optimizer, params[0]).any()
+
+
+def test_estimates_follow_fp32():
+    """30 steps of lr 1e-6 on weights in the middle of their binade; FP32 states, so that the updates are the same.
+
+    Weights in (0.6, 0.9) are spaced 2**-8, and compensations up to 2**-9, 2**-17 at most. Each step rounds one to a
+    neighbour: an error of 2**-17 at most. Low bits are off by 2**-17 at first. FP32's own roundings, 2**-24, vanish
+    beside these. So, at worst 31 · 2**-17; for the mean over 4,096 elements, whose errors are independent and unbiased,
+    2**-17 · √31 / √4096 = 7e-7, of which five.
+    """
+    generator = torch.Generator().manual_seed(0)
+    exact = 0.6 + 0.3 * torch.rand(4096, generator=generator)
+    params = nn.ParameterList([exact.clone()])
+    hf_lowprec.cast_model(params)
+    reference = nn.Parameter(exact.clone())
+    theirs = torch.optim.AdamW([reference], lr=1e-6)
+    ours = AdamW(params, lr=1e-6, state_dtype=FP32)
+    for _ in range(30):
+        gradient = torch.randn(4096, generator=generator).to(BF16)
+        reference.grad, params[0].grad = gradient.float(), gradient
+        theirs.step()
+        ours.step()
+    (found,) = estimates(params, ours)
+    error = found.double() - reference.double()
+    assert error.abs().max() <= 31 * 2.0**-17
+    assert error.mean().abs() <= 5 * 2.0**-17 * (31 / 4096) ** 0.5
+    moved = (params[0].detach().float() != exact.to(BF16).float()).double().mean()
+    assert moved >= 0.0005  # of 30e-6 / 2**-8 = 0.8% if all updates had one sign
+
+
+@pytest.mark.parametrize("rounding", PAIRED)
+@pytest.mark.parametrize("memory", ["transposed", "channels last", "with gaps"])
+def test_weights_of_any_memory_format(memory, rounding):
+    value = torch.randn(4, 6, 5, 3)
+    if memory == "transposed":
+        value = value.transpose(0, 3)
+    elif memory == "channels last":
+        value = value.to(memory_format=torch.channels_last)
+    else:
+        value = value[:, ::2]
+    params = nn.ParameterList([nn.Parameter(value.clone(memory_format=torch.preserve_format))])
+    hf_lowprec.cast_model(params)
+    optimizer = AdamW(params, lr=0.0, rounding=rounding)
+    train(optimizer, range(1))
+    assert low_bits_of(optimizer, params[0]).any()
+    assert close(estimates(params, optimizer), [value])
+
+
+STEPS = range(1, 6)
+
+
+@pytest.mark.parametrize("way", ["torch.save", "pickled"])
+@pytest.mark.parametrize("saved_at", [0, 1, 3])
+@pytest.mark.parametrize("rounding", PAIRED)
+def test_training_resumes_bit_for_bit(way, saved_at, rounding):
+    """Also from before the first step, where the low bits are in the state dict and nowhere else."""
+    _, params = model()
+    optimizer = AdamW(params, lr=1e-3, rounding=rounding)
+    train(optimizer, STEPS[:saved_at])
+    if way == "pickled":
+        resumed, other = pickle.loads(pickle.dumps((params, optimizer)))
+    else:
+        buffer = io.BytesIO()
+        torch.save({"weights": params.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+        saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        _, resumed = model(seed=1)  # of other weights, with low bits of their own
+        other = AdamW(resumed, lr=1e-3, rounding=rounding)
+        other.load_state_dict(saved["optimizer"])
+        resumed.load_state_dict(saved["weights"])
+    assert same(estimates(params, optimizer), estimates(resumed, other))
+    train(optimizer, STEPS[saved_at:])
+    train(other, STEPS[saved_at:])
+    assert same(contents(params, optimizer), contents(resumed, other))
+    assert not any(low_bits(param) is not None for param in (*params, *resumed))
+
+
+def test_a_parameter_that_is_stepped_later_has_its_low_bits_until_then():
+    """A checkpoint has the states of some, and the low bits of the others."""
+    exact, params = model()
+    optimizer = AdamW(params, lr=0.0)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    saved = copy.deepcopy((params.state_dict(), optimizer.state_dict()))
+    assert set(saved[1]["state"]) == {0}
+    assert set(saved[1]["low_bits"]) == {1, 2}
+    _, resumed = model(seed=1)
+    other = AdamW(resumed, lr=0.0)
+    other.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[0])
+    assert close(estimates(resumed, other), exact)
+    train(other, range(1))
+    assert close(estimates(resumed, other), exact)
+
+
+def test_what_a_state_dict_says_of_a_dither_is_not_used():
+    """Some state dicts of this format mark parameters or name a random stream. Low bits are taken as they are."""
+    _, params = model()
+    source = AdamW(params, lr=1e-3)
+    params[0].grad = torch.ones_like(params[0])
+    source.step()
+    saved = copy.deepcopy(source.state_dict())
+    group = saved["param_groups"][0]
+    group["state_rounding"] = group["state_rounding"].replace("{", '{"dithered": "100", ', 1)
+    saved["low_bits"][1]["dither_stream"] = [5, 1]
+    _, resumed = model(seed=1)
+    target = AdamW(resumed, lr=1e-3)
+    target.load_state_dict(saved)
+    resumed.load_state_dict(params.state_dict())
+    assert same(estimates(params, source), estimates(resumed, target))
+
+
+@pytest.mark.parametrize("rounding", PAIRED)
+def test_clipping_before_the_first_step_creates_the_same_compensations(rounding):
+    """With gradients enabled, where torch forbids changing parameters in place."""
+    found = []
+    for clipped in (False, True):
+        _, params = model()
+        optimizer = AdamW(params, lr=1e-3, rounding=rounding, first_parameter=0)
+        for param in params:
+            param.grad = torch.full_like(param, 2.0**-10)
+        if clipped:
+            with torch.enable_grad():
+                optimizer.clip_grad_norm_(1e3)
+        optimizer.step()
+        found.append(contents(params, optimizer))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_modes_without_a_compensation_drop_low_bits(rounding):
+    _, params = model()
+    optimizer = AdamW(params, rounding=rounding)
+    train(optimizer, range(1))
+    assert not any(low_bits(param) is not None for param in params)
+    assert same(estimates(params, optimizer), [param.float() for param in params])
