@@ -16,12 +16,9 @@ from gpu.candidates import MODES, candidates, installed, our_backend
 from gpu.device import Device
 from gpu.measuring import Table, copy_speed, launches
 from gpu.report import Report
-from gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, TINY_UNTIED, Llama
+from gpu.shapes import LLAMA_1B, TINY
 from gpu.training import VARIANTS, Run, train
 from gpu.trial import trial_failure
-
-# Bytes of one parameter in the row that needs most, FP32 with its gradient and two moments; and of all, at most.
-HUNGRIEST, ROOM = 16, 120 << 30
 
 
 class Benchmark:
@@ -32,7 +29,7 @@ class Benchmark:
         self.budget = budget
         self.report = report
         self.result = report.result
-        self.small, self.large = (TINY, TINY_UNTIED) if device.rehearsal else (LLAMA_1B, LLAMA_8B)
+        self.model = TINY if device.rehearsal else LLAMA_1B
         found, versions = installed(candidates(device))
         self.candidates = found
         for package, version in versions.items():
@@ -98,12 +95,12 @@ class Benchmark:
     def _copy_bytes(self) -> int:
         return 1 << 20 if self.device.rehearsal else 4 << 30
 
-    def step(self, key: str, model: Llama, rounds: int, repeats: int, seconds: float) -> None:
-        """A table of all candidates on one model."""
-        table = Table(self.device, model, self.candidates, self.say)
+    def step(self, rounds: int, repeats: int, seconds: float) -> None:
+        """The table of all candidates."""
+        table = Table(self.device, self.model, self.candidates, self.say)
 
         def keep() -> None:
-            self.result[key] = table.result()
+            self.result["step_1b"] = table.result()
             self._note(table.failures)
             self.report.write()
 
@@ -123,7 +120,7 @@ class Benchmark:
             for variant, mode in VARIANTS.items()
             if mode is None or self.result["parity"][mode] == "equal"
         }
-        table: dict[str, Any] = {"model": self.small.name, "batch": batch, "length": length, "rows": []}
+        table: dict[str, Any] = {"model": self.model.name, "batch": batch, "length": length, "rows": []}
         self.result.setdefault("training", []).append(table)
         for number in range(rounds):
             for variant in list(runs):
@@ -132,7 +129,7 @@ class Benchmark:
                     continue
                 try:
                     with budget.limit(90):
-                        train(self.device, self.small, variant, (batch, length), steps, discard, runs[variant])
+                        train(self.device, self.model, variant, (batch, length), steps, discard, runs[variant])
                 except (Exception, OutOfTime) as error:
                     self.say(f"{what}, round {number + 1}, {variant}: failed: {line(error)}")
                     if not (isinstance(error, OutOfTime) and (error.expected or runs[variant].step_ms)):
@@ -144,7 +141,7 @@ class Benchmark:
                 done = {variant: run for variant, run in runs.items() if run.step_ms}
                 table["steps"] = max((len(run.step_ms) for run in done.values()), default=0)
                 table["rows"] = [
-                    run.row(variant, batch * length, self.small.parameters) for variant, run in done.items()
+                    run.row(variant, batch * length, self.model.parameters) for variant, run in done.items()
                 ]
                 self.report.write()
 
@@ -152,14 +149,9 @@ class Benchmark:
         """Kernels per step. After the times, since a profiler may leave launches slower."""
         budget = self.budget.part(seconds)
         found = self.result["launches"] = {}
-        failures = launches(self.device, self.small, self.candidates, budget, self.say, found)
+        failures = launches(self.device, self.model, self.candidates, budget, self.say, found)
         self._note({name: f"launches: {message}" for name, message in failures.items()})
         self.report.write()
-
-    def step_large(self, rounds: int, repeats: int, seconds: float) -> None:
-        """The table of as many layers of the larger model as fit in memory with FP32 states."""
-        room = min(ROOM, self.device.free() - (4 << 30)) if not self.device.rehearsal else self.device.free()
-        self.step("step_8b", self.large.fitting(room / HUNGRIEST), rounds, repeats, seconds)
 
 
 def _module(distribution: str) -> str:
@@ -176,11 +168,10 @@ def run(benchmark: Benchmark) -> None:
         ("parity", lambda: benchmark.parity(100)),
         ("copy", benchmark.copy),
         ("trial of other packages", lambda: benchmark.try_peers(70)),
-        ("step of the smaller model", lambda: benchmark.step("step_1b", benchmark.small, rounds, repeats, 190)),
+        ("step", lambda: benchmark.step(rounds, repeats, 310)),
         ("training", lambda: benchmark.train(4, length, 2, steps, discard, 90)),
         ("training, small batch", lambda: benchmark.train(1, length, 2, steps, discard, 60)),
         ("launches", lambda: benchmark.launches(60)),
-        ("step of the larger model", lambda: benchmark.step_large(2, repeats // 2 + 1, 120)),
     ]
     for name, part in parts:
         if benchmark.budget.left < 10:

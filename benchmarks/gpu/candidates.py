@@ -108,17 +108,8 @@ def candidates(device: Device) -> list[Candidate]:
             _peer(peers.optimi_kahan, kind="triton"),
             package="torch-optimi",
         ),
-        # Two moments in 8 bits with a 16-bit scale per 32; the correction of the weight has 8 or 16 bits.
+        # Two moments in 8 bits with a 16-bit scale per 32; the correction of the weight has 8 bits.
         Candidate("flashoptim AdamW, 24 bits", BF16, 12.25, _peer(peers.flashoptim, bits=24), package="flashoptim"),
-        Candidate("flashoptim AdamW, 32 bits", BF16, 14.25, _peer(peers.flashoptim, bits=32), package="flashoptim"),
-        Candidate("torch AdamW, BF16, foreach", BF16, 14, _torch(foreach=True)),
-        Candidate(
-            "optimi AdamW, BF16, Kahan, foreach",
-            BF16,
-            18,
-            _peer(peers.optimi_kahan, kind="foreach"),
-            package="torch-optimi",
-        ),
         # Compiles a kernel per shape in its first step.
         Candidate(
             "torchao AdamW, stochastic",

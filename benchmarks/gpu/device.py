@@ -68,10 +68,6 @@ class Device(ABC):
         """The most bytes that tensors occupied since `reset_peak`."""
 
     @abstractmethod
-    def free(self) -> int:
-        """Bytes that could be allocated."""
-
-    @abstractmethod
     def release(self) -> None:
         """Give back what no tensor holds."""
 
@@ -168,9 +164,6 @@ class Gpu(Device):
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated()
 
-    def free(self) -> int:
-        return torch.cuda.mem_get_info()[0]
-
     def release(self) -> None:
         gc.collect()
         self.synchronize()
@@ -228,9 +221,6 @@ class Rehearsal(Device):
 
     def peak(self) -> int:
         return self.allocated()
-
-    def free(self) -> int:
-        return 8 << 20
 
     def release(self) -> None:
         gc.collect()

@@ -55,7 +55,8 @@ def render(result: Result) -> str:
         parts += ["Optimizers of other packages that failed, and are left out:", _list(result["peer_failures"])]
     if result.get("parity"):
         parts.append(_parity(result["parity"]))
-    parts += [_step(result[key], result.get("launches") or {}) for key in ("step_1b", "step_8b") if result.get(key)]
+    if result.get("step_1b"):
+        parts.append(_step(result["step_1b"], result.get("launches") or {}))
     parts += [_training(table) for table in result.get("training") or []]
     return "\n\n".join(parts) + "\n"
 
@@ -112,7 +113,7 @@ def _step(table: dict[str, Any], launched: dict[str, Any]) -> str:
     notes = (
         "Every tensor in the optimizer's format, norms included; gradients too. Device: from event to event behind a "
         "filled queue, with a cold L2. Wall: until the device is done, from an idle one. Host: until `step()` returns. "
-        "Kernels: of one step of the smaller model. Extra: the peak during a step above what is allocated before it."
+        "Kernels: of one step. Extra: the peak during a step above what is allocated before it."
     )
     if any(row["waited_for_host"] for row in table["rows"]):
         notes += " *: the queue was not filled in time; waiting for the host, or for room in the queue, may be counted."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -38,18 +38,10 @@ class Llama:
         """How many there are."""
         return sum(map(math.prod, self.shapes))
 
-    def fitting(self, parameters: float) -> Llama:
-        """The same with as many layers as make at most `parameters` parameters, and at least one."""
-        without = replace(self, layers=0).parameters
-        per_layer = replace(self, layers=1).parameters - without
-        return replace(self, layers=max(1, min(self.layers, int((parameters - without) // per_layer))))
-
 
 LLAMA_1B = Llama("Llama-3.2-1B", 128256, 2048, 8192, 16, 32, 8, tied=True)
-LLAMA_8B = Llama("Llama-3.1-8B", 128256, 4096, 14336, 32, 32, 8, tied=False)
 # For rehearsals, in which each operation of the kernel may be interpreted.
 TINY = Llama("tiny Llama", 100, 32, 48, 1, 4, 2, tied=True)
-TINY_UNTIED = Llama("tiny untied Llama", 50, 32, 48, 2, 4, 2, tied=False)
 
 
 def parameters(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:

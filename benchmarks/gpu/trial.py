@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 
 
 def trial_failure(name: str, rehearsal: bool, seconds: float) -> str:
-    """Why the candidate `name` cannot step the smaller model within `seconds`; empty if it can."""
+    """Why the candidate `name` cannot step the model within `seconds`; empty if it can."""
     command = [sys.executable, "-c", "from gpu.trial import main; main()", name, *["--rehearse"] * rehearsal]
     # A session of its own, so that the compilers' own processes can be ended with it.
     process = subprocess.Popen(

@@ -55,8 +55,8 @@ def test_missing_packages_are_not_our_failure(monkeypatch, capsys):
 def test_a_trial_says_why_a_candidate_cannot_step(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     trial = importlib.import_module("gpu.trial")
-    assert trial.trial_failure("torch AdamW, BF16, foreach", True, 250) == ""
+    assert trial.trial_failure("torch AdamW, BF16, fused", True, 250) == ""
     assert "ValueError" in trial.trial_failure("no such candidate", True, 250)
     begin = time.monotonic()
-    assert "more than 0 s" in trial.trial_failure("torch AdamW, BF16, foreach", True, 0.2)
+    assert "more than 0 s" in trial.trial_failure("torch AdamW, BF16, fused", True, 0.2)
     assert time.monotonic() - begin < 20  # the process was ended, not waited for

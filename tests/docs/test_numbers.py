@@ -141,7 +141,7 @@ def steps_on_gpus() -> list[str]:
     tables = [{found["optimizer"]: found for found in gpu["step_1b"]["rows"]} for gpu in gpus()]
     found = []
     for name, on_h200 in tables[1].items():
-        if name.endswith(("foreach", "nearest", "32 bits")):
+        if name.endswith("nearest"):
             continue
         rows = [rows.get(name) for rows in tables]
         times = [value for row in rows for value in (("–", "–") if row is None else _time_and_ratio(row))]
