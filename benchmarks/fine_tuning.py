@@ -24,12 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from benchmarks.evidence.training.text import held_out, standard_library
 from benchmarks.record import write_record
 from hf_lowprec import LowPrecisionCallback, PrecisionMonitor
-from hf_lowprec.monitor.step_precision import ALL
+from hf_lowprec.monitor.step_precision import ALL, StepPrecision, sum_over_steps
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 LENGTH, BATCH, VALIDATION_BLOCKS = 128, 4, 128
-SAMPLED = 40
-"""Lost updates are measured at one of so many steps."""
+MEASURED = 25
+"""Steps at which lost updates are measured."""
 STOCK = {"fp32": torch.float32, "nearest": torch.bfloat16}
 """Dtypes of the whole model with torch's AdamW."""
 WAYS = (*STOCK, *(f"{mode}{states}" for states in ("", "-8bit") for mode in ("split", "kahan", "sr")))
@@ -39,20 +39,47 @@ Blocks = list[dict[str, torch.Tensor]]
 
 
 class LostUpdates(TrainerCallback):
-    """Measures the share of weight changes that is lost at some steps."""
+    """Measures the share of weight changes that is lost, at every `every`-th step."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
+        self.every = every
         self.monitor: PrecisionMonitor | None = None
-        self.shares: list[float] = []
+        self.measured: list[StepPrecision] = []
+        self.before: dict[torch.Tensor, torch.Tensor] = {}
+        self.square = self.stored = 0.0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        self.monitor = self.monitor or PrecisionMonitor(unwrap_optimizer(objects["optimizer"]), objects["model"])
-        if state.global_step % SAMPLED == 0:
+        optimizer = unwrap_optimizer(objects["optimizer"])
+        if state.global_step % self.every:
+            return
+        if isinstance(optimizer, torch.optim.AdamW):
+            self.before = {param: param.detach().double() for param in objects["model"].parameters()}
+        else:
+            self.monitor = self.monitor or PrecisionMonitor(optimizer, objects["model"])
             self.monitor.measure_next_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if state.global_step % SAMPLED == 0 and self.monitor and self.monitor.last:
-            self.shares.append(self.monitor.last.by_kind[ALL].get("lost_updates", 0.0))
+        last = self.monitor and self.monitor.last
+        if last and last not in self.measured and "lost_updates" in last.by_kind[ALL]:
+            self.measured.append(last)
+        optimizer = unwrap_optimizer(objects["optimizer"])
+        # Of torch's AdamW, compared with its formula in FP64.
+        for group, param in ((g, p) for g in optimizer.param_groups if self.before for p in g["params"]):
+            before, moments = self.before[param], optimizer.state[param]
+            mean, square = (
+                moments[name].double() / (1 - beta ** float(moments["step"]))
+                for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+            )
+            update = -group["lr"] * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * before)
+            self.square += float(update.square().sum())
+            self.stored += float((update * (param.detach().double() - before)).sum())
+        self.before = {}
+
+    def share(self) -> float:
+        """Of all measured steps."""
+        if self.square:
+            return 1 - self.stored / self.square
+        return sum_over_steps(self.measured).by_kind[ALL]["lost_updates"]
 
 
 def blocks(documents: Sequence[str], count: int) -> Blocks:
@@ -82,7 +109,8 @@ def llama(seed: int) -> LlamaForCausalLM:
 
 def train(model: Any, way: str, data: tuple[Blocks, Blocks], steps: int, seed: int, **settings: Any) -> dict[str, Any]:
     """Train in place; returns the validation loss and the share of weight changes that was lost."""
-    callbacks: list[TrainerCallback] = [LostUpdates()]
+    watch = LostUpdates(max(1, steps // MEASURED))
+    callbacks: list[TrainerCallback] = [watch]
     mode, _, states = way.partition("-")
     if mode in STOCK:
         frequencies = model.model.rotary_emb.inv_freq
@@ -99,8 +127,7 @@ def train(model: Any, way: str, data: tuple[Blocks, Blocks], steps: int, seed: i
     trainer = Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    lost = statistics.mean(callbacks[-1].shares)  # type: ignore[attr-defined]
-    return {"loss": trainer.evaluate()["eval_loss"], "lost": lost}
+    return {"loss": trainer.evaluate()["eval_loss"], "lost": watch.share()}
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:
