@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
-from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
+from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
 from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
 from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
@@ -194,14 +194,13 @@ class LowPrecisionCallback(TrainerCallback):
             collector.start()  # the last run of this Trainer has stopped it
         self._watch(optimizer, kwargs["model"], state)
         if self.report and state.is_world_process_zero:
-            notes = self._notes(args, state, optimizer, kwargs["model"])
+            notes = self._notes(args, state, optimizer)
             print(precision_report(kwargs["model"], optimizer, self.cast_report, notes))
         self.weights_match_optimizer = True
 
-    def _notes(self, args: TrainingArguments, state: TrainerState, optimizer: Any, model: nn.Module) -> list[str]:
+    def _notes(self, args: TrainingArguments, state: TrainerState, optimizer: Any) -> list[str]:
         """The last lines of the precision report."""
         notes = self.reduction.lines() if self.reduction else []
-        notes += quantization_notes(model)
         if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
             way_out = "; grad_accumulation='fp32' avoids this for 4 bytes per parameter"
             notes.append(

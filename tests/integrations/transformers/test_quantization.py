@@ -18,7 +18,6 @@ from transformers.distributed import DistributedConfig
 
 import hf_lowprec
 from hf_lowprec.casting.quantized import acts_as_fp32, is_quantized
-from hf_lowprec.integrations.transformers.quantization import quantization_notes
 from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
 from hf_lowprec.monitor.memory_estimate import memory_use
 from tests.support.models import tiny_models
@@ -136,26 +135,6 @@ class TestRefusals:
         assert not any(acts_as_fp32(param) for param in model.parameters())
         assert [is_quantized(weight), is_quantized(weight.to(torch.int8))] == [False, True]
 
-    @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-    def test_quantization_aware_training(self, tmp_path):
-        model = nn.Sequential(nn.Linear(4, 4))
-        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-        torch.ao.quantization.prepare_qat(model.train(), inplace=True)
-        refused(
-            tmp_path, model, r"quantization-aware training \(prepare_qat\): 0 is torch\.ao\.nn\.qat.*another optim="
-        )
-
-    @pytest.mark.parametrize(
-        ("home", "recipe"),
-        [
-            ("torchao.float8.float8_linear", "FP8 training"),
-            ("torchao.quantization.qat.linear", r"quantization-aware training \(QATConfig\)"),
-        ],
-    )
-    def test_recipes_are_known_by_where_they_live(self, tmp_path, home, recipe):
-        layer = type("RecipeLinear", (nn.Linear,), {"__module__": home})
-        refused(tmp_path, nn.Sequential(layer(4, 4)), rf"{recipe}.*: 0 is {home}\.RecipeLinear")
-
     def test_fp32_over_quantized_weights(self, tmp_path):
         model = quantized("buffers")
         refused(
@@ -169,18 +148,6 @@ class TestRefusals:
             param.requires_grad_("norm" in name)
         trainer = trained(tmp_path, model=model, optim="adamw_bf16_sr", max_steps=2)
         assert {p.dtype for p in optimizer_of(trainer).state} == {FP32}
-
-
-def test_slow_arithmetic_is_pointed_out():
-    model = quantized("buffers")
-    assert quantization_notes(model) == []
-    for module in model.modules():
-        if isinstance(module, Int8Linear):
-            module.compute_dtype = FP32
-    assert (
-        "14 quantized modules multiply in float32; bnb_4bit_compute_dtype=torch.bfloat16"
-        in quantization_notes(model)[0]
-    )
 
 
 def wide_llama(folder) -> None:
