@@ -110,7 +110,6 @@ def norm_over_meshes(call: TrainerCall) -> Any:
 def create_optimizer(call: TrainerCall) -> Any:
     """`Trainer.create_optimizer`: first cast what was added to the model since the Trainer was built."""
     _cast_additions(call.trainer, call.arguments.get("model"))
-    _warn_of_overwritten_weight_decay(call.trainer)
     sharded = is_sharded_at_load(call.trainer.model) and _builds_ours(call.trainer)
     with private_apis.one_group_for_all_meshes() if sharded else nullcontext():
         return call.proceed()
@@ -163,21 +162,6 @@ def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
         attachment = attachment_of(trainer)
         keep_low_bits = attachment is not None and attachment.callback.keep_low_bits
         cast_model(whole, min(dtypes, key=str), keep_low_bits=keep_low_bits)
-
-
-def _warn_of_overwritten_weight_decay(trainer: Trainer) -> None:
-    """Warn, before the optimizer is built, if it will not have the weight decay of `optimizer_cls_and_kwargs`."""
-    cls, kwargs = trainer.optimizer_cls_and_kwargs or (None, dict[str, Any]())
-    if trainer.optimizer is not None or not (isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer)):
-        return
-    decay = kwargs.get("weight_decay")
-    if decay is not None and decay != trainer.args.weight_decay and trainer.is_world_process_zero():
-        logger.warning(
-            "hf_lowprec: weight_decay=%s in optimizer_cls_and_kwargs has no effect: Trainer gives param groups the "
-            "weight_decay=%s of TrainingArguments, or 0 if its parameters are biases or norms. Set it there",
-            decay,
-            trainer.args.weight_decay,
-        )
 
 
 def _settings_of_given_optimizer(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

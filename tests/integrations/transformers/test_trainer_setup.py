@@ -1,13 +1,10 @@
 """When a Trainer casts its model: while it is built, and before it builds its optimizer; not when asked for one."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 from transformers import Trainer
 
-import hf_lowprec
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from tests.support.training.tiny_trainer import arguments, assert_pure_bf16, counting_data, llama
 
@@ -62,22 +59,3 @@ def test_a_16_bit_model_is_cast_also_if_its_optimizer_is_chosen_late(tmp_path):
     trainer.args.optim = "adamw_bf16_kahan"
     trainer.create_optimizer()
     assert_pure_bf16(trainer.model)
-
-
-@pytest.mark.parametrize(("given", "argument", "warns"), [(0.1, 0.0, True), (0.1, 0.1, False), (None, 0.1, False)])
-def test_a_weight_decay_that_trainer_overwrites_is_warned_of_once(tmp_path, caplog, given, argument, warns):
-    settings = {"lr": 1e-3} | ({} if given is None else {"weight_decay": given})
-    factory = hf_lowprec.optimizer_factory("adamw_bf16_kahan", **settings)
-    args = arguments(tmp_path, weight_decay=argument)
-    callbacks = [hf_lowprec.LowPrecisionCallback(report=False)]
-    trainer = Trainer(
-        llama(), args, train_dataset=counting_data(), optimizer_cls_and_kwargs=factory, callbacks=callbacks
-    )
-    for _ in range(2):
-        trainer.create_optimizer()
-    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {argument, 0.0}
-    texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(texts) == warns
-    if warns:
-        assert "weight_decay=0.1 in optimizer_cls_and_kwargs has no effect" in texts[0]
-        assert "weight_decay=0.0 of TrainingArguments" in texts[0]
