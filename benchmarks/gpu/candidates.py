@@ -105,7 +105,7 @@ def candidates(device: Device) -> list[Candidate]:
             "optimi AdamW, BF16, Kahan, Triton",
             BF16,
             18,
-            _peer(peers.optimi_kahan, kind="triton"),
+            _peer(peers.optimi_kahan, triton=True, foreach=False),
             package="torch-optimi",
         ),
         # Two moments in 8 bits with a 16-bit scale per 32; the correction of the weight has 8 bits.

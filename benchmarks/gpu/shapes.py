@@ -12,7 +12,7 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Llama:
-    """The sizes that decide the shapes of a Llama's parameters."""
+    """The sizes that decide the shapes of a Llama's parameters; the embedding is the head, too."""
 
     name: str
     vocabulary: int
@@ -21,7 +21,6 @@ class Llama:
     layers: int
     heads: int
     key_heads: int
-    tied: bool
 
     @property
     def shapes(self) -> Shapes:
@@ -30,8 +29,7 @@ class Llama:
         square = (self.hidden, self.hidden)
         layer: Shapes = [square, (keys, self.hidden), (keys, self.hidden), square]
         layer += [(self.intermediate, self.hidden)] * 2 + [(self.hidden, self.intermediate)] + [(self.hidden,)] * 2
-        head: Shapes = [] if self.tied else [(self.vocabulary, self.hidden)]
-        return [(self.vocabulary, self.hidden), *layer * self.layers, (self.hidden,), *head]
+        return [(self.vocabulary, self.hidden), *layer * self.layers, (self.hidden,)]
 
     @property
     def parameters(self) -> int:
@@ -39,9 +37,9 @@ class Llama:
         return sum(map(math.prod, self.shapes))
 
 
-LLAMA_1B = Llama("Llama-3.2-1B", 128256, 2048, 8192, 16, 32, 8, tied=True)
+LLAMA_1B = Llama("Llama-3.2-1B", 128256, 2048, 8192, 16, 32, 8)
 # For rehearsals, in which each operation of the kernel may be interpreted.
-TINY = Llama("tiny Llama", 100, 32, 48, 1, 4, 2, tied=True)
+TINY = Llama("tiny Llama", 100, 32, 48, 1, 4, 2)
 
 
 def parameters(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:

@@ -64,7 +64,7 @@ def build(shape: Llama, device: Device) -> torch.nn.Module:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.key_heads,
         head_dim=shape.hidden // shape.heads,
-        tie_word_embeddings=shape.tied,
+        tie_word_embeddings=True,
         max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         attn_implementation="sdpa",

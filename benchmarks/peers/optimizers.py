@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -43,26 +42,10 @@ def run_uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def optimi_kahan(params: Params, kind: Literal["triton", "foreach"] | None = None, **options: Any) -> Optimizer:
-    """BF16 states rounded to nearest, and a BF16 compensation.
-
-    Args:
-        params: what to step.
-        kind: the implementation; None lets optimi choose.
-        options: of AdamW.
-
-    Raises:
-        ValueError: this release of optimi has no such implementation.
-    """
+def optimi_kahan(params: Params, **options: Any) -> Optimizer:
+    """BF16 states rounded to nearest, and a BF16 compensation."""
     import optimi
 
-    if kind is not None:
-        # Older releases have no Triton, newer ones would choose it over foreach.
-        known = inspect.signature(optimi.AdamW).parameters
-        kinds = {name: name == kind for name in ("triton", "foreach") if name in known}
-        if kind not in kinds:
-            raise ValueError(f"optimi {metadata.version('torch-optimi')} has no {kind} implementation")
-        options |= kinds
     return optimi.AdamW(params, kahan_sum=True, **options)
 
 

@@ -187,8 +187,8 @@ def test_growth_is_the_slope_for_each_tenfold():
     assert (found.mean, found.half) == pytest.approx((2.0, 0.0), abs=1e-12)
 
 
-def test_a_line_through_sizes_is_continued():
-    """Differences that are 0.001 · log10 of the parameters, less 0.005, are 0.004 at a billion."""
+def test_a_line_is_laid_through_sizes():
+    """Differences that are 0.001 · log10 of the parameters, less 0.005."""
     settings = scale.Settings(modes=("fp32", "split"), models=((32, 3, 3), (56, 3, 3), (84, 3, 3)))
     cases = {}
     for name in scale.cases(settings):
@@ -203,7 +203,6 @@ def test_a_line_through_sizes_is_continued():
     assert "Not run yet" not in section.text
     assert [row.verdict for row in rows[:2]] == ["equal at 3 of 3 sizes", "no"]
     assert rows[1].ours == "+0.0010 ± 0.0000 for each tenfold"
-    assert rows[2].ours == "+0.0040 ± 0.0000"
     settings = dataclasses.replace(settings, models=(*settings.models, (136, 4, 3)))
     part_of = {"settings": dataclasses.asdict(settings)}
     part = scale.section({**part_of, "cases": cases})

@@ -12,18 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import linregress, norm, t
+from scipy.stats import linregress, t
 
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, all_equal, markdown_table
-from benchmarks.evidence.statistics import CONFIDENCE, LIMIT, POWER, Paired, grows, paired, verdict
+from benchmarks.evidence.statistics import CONFIDENCE, Paired, grows, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.replicas import Replicas, Shape
-
-LARGE = 1_000_000_000
-"""Parameters of a model that nobody trains several times."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 
 
 def section(record: dict[str, Any]) -> Section:
-    """The difference from FP32 at each size, its slope, and what it would take to see it in a large model."""
+    """The difference from FP32 at each size, and its slope."""
     settings, found = Settings(**record["settings"]), record["cases"]
     measured = [model for model in settings.models if f"fp32 {model[0]}x{model[1]}" in found]
     sizes = [f"{width}x{layers}" for width, layers, _ in measured]
@@ -107,7 +104,9 @@ def section(record: dict[str, Any]) -> Section:
         scatter.append([MODES[mode].label, *(f"{each.deviation:.4f}" for each in pairs)])
         rows.append(all_equal(f"{MODES[mode].label}: ends where FP32 does", pairs, "sizes"))
         if len(sizes) > 2:
-            rows += _line(MODES[mode].label, parameters, [losses(mode, size) - losses("fp32", size) for size in sizes])
+            slope = _slope(parameters, [losses(mode, size) - losses("fp32", size) for size in sizes])
+            claim = f"{MODES[mode].label}: the difference grows with the size"
+            rows.append(Row(claim, f"{slope} for each tenfold", grows(slope)))
     models = ", ".join(
         f"{count / 1e6:.2f} million ({layers} layers, width {width}, {seeds} seeds, batches of "
         f"{found[f'fp32 {width}x{layers}']['batch']})"
@@ -131,31 +130,12 @@ def section(record: dict[str, Any]) -> Section:
     return Section("Size", words, rows, tables)
 
 
-def _line(label: str, parameters: list[int], differences: list[np.ndarray]) -> list[Row]:
-    """Fit a straight line over the logarithm of the size: does the difference grow, and what is it at `LARGE`?"""
+def _slope(parameters: list[int], differences: list[np.ndarray]) -> Paired:
+    """The slope of a straight line over the logarithm of the size."""
     x = np.concatenate([[math.log10(count)] * len(each) for count, each in zip(parameters, differences, strict=True)])
-    y = np.concatenate(differences)
-    line = linregress(x, y)
+    line = linregress(x, np.concatenate(differences))
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(x) - 2))
-    slope = Paired(line.slope, quantile * line.stderr, math.nan, math.nan)
-    residual = float(np.std(y - line.intercept - line.slope * x, ddof=2))
-    at = math.log10(LARGE)
-    half = quantile * residual * math.sqrt(1 / len(x) + (at - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum())
-    return [
-        Row(f"{label}: the difference grows with the size", f"{slope} for each tenfold", grows(slope)),
-        Row(
-            f"{label}: the difference at {LARGE:,} parameters, if it were on a straight line",
-            str(Paired(line.intercept + line.slope * at, half, math.nan, math.nan)),
-            f"not measured; it would take {_cost(residual)}",
-        ),
-    ]
-
-
-def _cost(deviation: float) -> str:
-    """What it takes to see a difference of `LIMIT`, in runs with this standard deviation and 20 bytes per parameter."""
-    pairs = max(3, math.ceil(((norm.ppf(POWER) + norm.ppf((1 + CONFIDENCE) / 2)) * deviation / LIMIT) ** 2))
-    days = 2 * pairs * 6 * 20 * LARGE**2 / (86_400 * 1e15)
-    return f"{pairs} pairs of runs, {days:.0f} PFLOP/s-days"
+    return Paired(line.slope, quantile * line.stderr, math.nan, math.nan)
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
