@@ -33,12 +33,6 @@ def layer_number(name: str) -> int:
     return int(found[0]) if found else -1
 
 
-def layer(name: str) -> str:
-    """The name of the layer that a tensor belongs to; empty outside of layers."""
-    found = _LAYER.search(name)
-    return name[: found.end()] if found else ""
-
-
 def _ranges(numbers: list[int]) -> str:
     """Numbers as ranges: "0-2,5"."""
     ranges: list[list[int]] = []

@@ -50,7 +50,7 @@ MAY_IMPORT = {
 TOOLS = {
     "user_inputs": set(),
     "export": {"user_inputs"},
-    "inspection": {"user_inputs", "export"},
+    "inspection": {"user_inputs"},
     "doctor": {"user_inputs"},
     "estimate": {"user_inputs"},
     "plotting": set(),
@@ -282,7 +282,7 @@ def test_files_are_named_for_what_they_do() -> None:
         ("tools.demo.training", "from hf_lowprec.tools.cli import main"),
         ("tools.demo.training", "from hf_lowprec.tools.doctor import checks"),
         ("tools.doctor.checks", "import transformers._internal"),
-        ("tools.plotting", "from hf_lowprec.tools.inspection import report"),
+        ("tools.plotting", "from hf_lowprec.tools.inspection import findings"),
         ("tools.user_inputs.empty_model", "from hf_lowprec.tools.cli import main"),
         ("tools.cli.run", "from transformers.trainer import _private"),
         ("tools.cli.run", "import transformers._internal"),

@@ -48,7 +48,6 @@ FAULTS = {
         "Norms are in 16 bits, although others are FP32",
         "Load the checkpoint with dtype=torch.float32, and let hf_lowprec.cast_model cast the rest",
     ),
-    "damaged": Fault("The checkpoint is damaged"),
 }
 """Every kind of finding by its code. Codes are stable, for programs."""
 

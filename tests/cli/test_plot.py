@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hf_lowprec.tools.cli import plot as plot_command
 from tests.support.command_output import hf_lowprec, refused
 
 pytest.importorskip("matplotlib")
@@ -126,10 +125,3 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert done.stderr == "Error: plot needs matplotlib: pip install 'hf-lowprec[plot]'\n"
-
-
-def test_the_plot_option_of_other_commands_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["inspect", "model"]
-    monkeypatch.setattr(plot_command, "find_spec", lambda name: None)
-    assert "'--plot': it needs matplotlib: pip install 'hf-lowprec[plot]'" in refused(*command, "--plot", "out.png")
-    assert "matplotlib" not in hf_lowprec(*command).output

@@ -1,79 +1,43 @@
-"""One pass over a tensor counts what is in it, and knows which updates rounding to nearest would lose."""
-
-import math
+"""What is counted in a tensor, against rounding and subtraction of every element."""
 
 import pytest
 import torch
 
-from hf_lowprec.rounding.nearest import spacings_by_exponent
 from hf_lowprec.tools.inspection import tensor_facts as module
 from hf_lowprec.tools.inspection.tensor_facts import tensor_facts
 
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 1000)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def weights(dtype: torch.dtype, count: int = 4321) -> torch.Tensor:
-    magnitudes = torch.randn(count, generator=torch.Generator().manual_seed(0)).exp()
-    signs = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(1)) * 2 - 1
-    return (0.02 * signs * magnitudes).to(dtype)
+def numbers(seed: int) -> torch.Tensor:
+    return torch.randn(999, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_counts(dtype):
-    tensor = weights(dtype)
-    tensor[5:9], tensor[17], tensor[1500:1503] = 1.0, -1.0, 0.0
-    tensor[3000], tensor[3001], tensor[3002] = math.nan, math.inf, -math.inf
-    facts = tensor_facts(tensor.view(-1, 1))
-    assert (facts.ones, facts.zeros, facts.nonfinite, facts.constant) == (4, 3, 3, None)
-    assert (facts.parameters, facts.nbytes, facts.shape) == (4321, 4321 * dtype.itemsize, (4321, 1))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lost_weights_are_those_that_rounding_leaves_where_they_are(dtype, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 100)
+    weights = numbers(0).to(dtype)
+    update = torch.finfo(dtype).eps / 4
+    lost = sum((weight + update) == weight for weight in weights.to(dtype))  # torch rounds to nearest
+    assert tensor_facts(weights, update).lost == int(lost) and 100 < lost < 900
 
 
-def test_root_mean_square():
-    tensor = weights(torch.bfloat16)
-    # Sums of 1000 squares in FP32: at most 1000 · 2^-24 relative to the sum.
-    assert tensor_facts(tensor).rms == pytest.approx(float(tensor.double().square().mean().sqrt()), rel=6e-5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_moved_and_how_far(dtype, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 100)
+    earlier, later = numbers(0), numbers(0).to(dtype)
+    later[::3] += numbers(1).to(dtype)[::3].abs() + 1
+    facts = tensor_facts(later, 0.0, earlier)
+    before = earlier.to(dtype).double()
+    assert facts.moved == 333 == int(facts.exponents[1].sum()) and int(facts.exponents.sum()) == 999
+    assert facts.distance == pytest.approx(float((later.double() - before).square().sum()), rel=1e-5)
+    assert facts.norm == pytest.approx(float(before.square().sum()), rel=1e-5)
+    assert int(facts.exponents[:, 127].sum()) == int(((before.abs() >= 1) & (before.abs() < 2)).sum())
 
 
-@pytest.mark.parametrize("value", [1.0, 0.0, -0.5])
-def test_constants(value):
-    tensor = torch.full((70, 50), value, dtype=torch.bfloat16)
-    assert tensor_facts(tensor).constant == value
-    tensor[69, 49] = 2.0
-    assert tensor_facts(tensor).constant is None
-
-
-def test_tensors_without_numbers():
-    assert tensor_facts(torch.arange(5)).nonfinite == 0
-    empty = tensor_facts(torch.zeros(0, 3))
-    assert (empty.parameters, empty.constant, empty.rms) == (0, None, 0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_spacings_are_those_of_the_dtype(dtype):
-    """The next larger number has the next bit pattern."""
-    table = spacings_by_exponent(dtype)
-    for exponent in range(-20, 15):
-        value = torch.tensor([2.0**exponent, 1.9 * 2.0**exponent], dtype=dtype)
-        following = (value.view(torch.int16) + 1).view(dtype)
-        assert (following.double() - value.double()).tolist() == [table[exponent + 127]] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("update", [3e-6, 2e-5, 1e-4])
-def test_coarse_weights_are_those_that_rounding_leaves_where_they_are(dtype, update):
-    """An update away from zero, added in FP64 and rounded to nearest by torch."""
-    tensor = weights(dtype)
-    tensor[0] = math.nan
-    stepped = (tensor.double() + tensor.double().sign() * update).to(dtype)
-    assert tensor_facts(tensor).coarser_than(update) == int((stepped == tensor).sum()) > 0
-
-
-def test_expected_movers():
-    """Stochastic rounding moves a weight with the chance of the update over the spacing."""
-    tensor = weights(torch.bfloat16)
-    spacing = (tensor.view(torch.int16) + 1).view(torch.bfloat16).double() - tensor.double()
-    expected = (1e-4 / spacing.abs()).clamp(max=1).sum()
-    assert tensor_facts(tensor).movers(1e-4, torch.bfloat16) == pytest.approx(float(expected), rel=1e-12)
+def test_values_at_the_start_and_not_finite():
+    ones, zeros = torch.ones(7), torch.zeros(7)
+    assert tensor_facts(ones, 0.0).at_start and tensor_facts(zeros, 0.0).at_start
+    assert not tensor_facts(torch.cat((ones, zeros)), 0.0).at_start and not tensor_facts(torch.empty(0), 0.0).at_start
+    assert tensor_facts(torch.tensor([1, torch.nan, -torch.inf]), 0.0).nonfinite == 2
+    assert tensor_facts(ones, 0.0).moved is None

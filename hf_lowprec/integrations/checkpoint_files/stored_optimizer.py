@@ -34,14 +34,12 @@ class StoredParameter(NamedTuple):
     """A parameter as a saved optimizer holds it.
 
     Attributes:
-        key: its number in the state dict, or its name.
         infos: shape and dtype of each of its states; codes of 8 bits go by the name of the state.
         read: reads one of them; codes are decoded to FP32.
         step: how often it was stepped; None if the optimizer does not count.
         low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
     """
 
-    key: Any
     infos: dict[str, TensorInfo]
     read: Callable[[str], Tensor]
     step: int | None
@@ -156,7 +154,6 @@ def _stored_optimizer(
         state = saved[_STATE].get(key, {})
         step = state.get(_STEP, group.get(_STEP) if state else None)
         return StoredParameter(
-            key,
             *_states(state, partial(read, key)),
             None if step is None else int(step),
             None if state else saved.get(LOW_BITS, {}).get(key),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -48,14 +47,3 @@ def plot(
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(f"Written to {file}")
-
-
-def require_matplotlib(path: Path | None) -> Path | None:
-    """Refuse `--plot` of another command without matplotlib; a callback of typer, which names the option.
-
-    Raises:
-        typer.BadParameter: a file was given, and matplotlib is not installed.
-    """
-    if path is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("it needs matplotlib: pip install 'hf-lowprec[plot]'")
-    return path
