@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Ready: $$($(BIN)/python -V), torch $$($(BIN)/python -c 'import torch; print(torch.__version__)')"
 
 demo: $(STAMP) ## what pure BF16 loses and what this package gives back, in a few minutes on a CPU
-	@$(BIN)/hf-lowprec demo $(ARGS)
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 drawings: $(STAMP) ## the drawings of the documentation, into docs/images
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python docs/drawings $(ARGS)

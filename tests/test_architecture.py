@@ -54,7 +54,6 @@ TOOLS = {
     "doctor": {"user_inputs"},
     "estimate": {"user_inputs"},
     "plotting": set(),
-    "demo": set(),
 }
 TOOLS["cli"] = {*TOOLS}
 PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
@@ -279,8 +278,8 @@ def test_files_are_named_for_what_they_do() -> None:
         ("integrations.transformers.trainer", "from hf_lowprec.tools.cli import main"),
         ("integrations.transformers.trainer", "from hf_lowprec import LowPrecisionCallback"),
         ("tools.cli.run", "import accelerate"),
-        ("tools.demo.training", "from hf_lowprec.tools.cli import main"),
-        ("tools.demo.training", "from hf_lowprec.tools.doctor import checks"),
+        ("tools.estimate.rows", "from hf_lowprec.tools.cli import main"),
+        ("tools.estimate.rows", "from hf_lowprec.tools.doctor import checks"),
         ("tools.doctor.checks", "import transformers._internal"),
         ("tools.plotting", "from hf_lowprec.tools.inspection import findings"),
         ("tools.user_inputs.empty_model", "from hf_lowprec.tools.cli import main"),
@@ -318,7 +317,7 @@ def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packa
         ("integrations.transformers.trainer", "from transformers.trainer import _private\nimport accelerate, peft"),
         ("tools.cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
         (
-            "tools.demo.training",
+            "tools.estimate.rows",
             "from transformers import Trainer\nfrom hf_lowprec.integrations.checkpoint_files import input_errors",
         ),
         ("__main__", "from hf_lowprec.tools.cli import main"),

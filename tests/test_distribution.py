@@ -19,7 +19,7 @@ from tools.release_links import IMAGE, LINK, write_links
 ROOT = Path(__file__).resolve().parents[1]
 URL = "https://example.org/owner/name"
 WHEEL_BYTES = 700_000
-"""A third of it would be the demo's texts, were they in it; the package has 570 KB."""
+"""The package has less; benchmarks and tests, were they in it, are more."""
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import itertools
 import os
 import re
@@ -25,7 +24,6 @@ else:
 
 import hf_lowprec
 from hf_lowprec.integrations.oldest_versions import OLDEST
-from hf_lowprec.tools.cli.demo import demo
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -187,11 +185,6 @@ def test_the_version_is_one_version() -> None:
 def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "hf_lowprec" / "py.typed").is_file()
     assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["hf_lowprec"]
-
-
-def test_git_ignores_the_folder_that_the_demo_writes() -> None:
-    folder = inspect.signature(demo).parameters["output_dir"].default
-    assert f"/{folder}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_nobody_is_told_to_install_from_a_registry_before_there_is_a_release() -> None:

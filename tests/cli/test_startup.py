@@ -69,7 +69,7 @@ def without_torch(tmp_path: Path) -> Path:
 
 def test_help_version_and_wrong_arguments_need_no_torch(without_torch: Path) -> None:
     good = [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
-    wrong = [["nope"], ["--nope"], ["demo", "--steps", "0"], ["doctor", "--nope"], ["doctor", "model", "superfluous"]]
+    wrong = [["nope"], ["--nope"], ["doctor", "--nope"], ["doctor", "model", "superfluous"]]
     wrong += [["estimate"], ["estimate", "model", "--gpus", "many"], ["export", "checkpoint"], ["run"]]
     wrong += [["run", "absent.py"], ["run", "torchrun", "train.py"]]
     out = start(without_torch, "-c", CONSOLE_SCRIPT, json.dumps([*good, *wrong]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,16 +12,14 @@ class InputError(ValueError):
     """The user named something that does not exist or cannot be used. Commands print only the message, no traceback."""
 
 
-def check_path_exists(name: str, option: str, suffixes: Container[str] = ()) -> None:
+def check_path_exists(name: str, option: str) -> None:
     """Raise InputError if `name` looks like a path that does not exist, so that it is not searched for on the Hub.
 
     Args:
         name: the name as entered by the user.
         option: its option or argument, for the message.
-        suffixes: suffixes that mark a name as a path.
     """
-    looks_local = name.startswith((".", "/", "~", "\\")) or Path(name).suffix in suffixes
-    if looks_local and not Path(os.path.expanduser(name)).exists():
+    if name.startswith((".", "/", "~", "\\")) and not Path(os.path.expanduser(name)).exists():
         raise InputError(f"{option}: there is no file or folder {name!r}")
 
 

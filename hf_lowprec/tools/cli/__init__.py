@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hf_lowprec.tools.cli import demo, doctor, estimate, export, inspect, plot, run
+from hf_lowprec.tools.cli import doctor, estimate, export, inspect, plot, run
 
 
 class _FlagsWithoutType:
@@ -55,7 +55,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("estimate")(estimate.estimate)
 app.command("export")(export.export)
