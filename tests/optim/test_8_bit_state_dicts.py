@@ -19,7 +19,7 @@ from tests.support.optim.optimizer_contents import assert_equal, everything, par
 
 pytestmark = pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")
 
-INT8, UINT8, BF16, FP32 = torch.int8, torch.uint8, torch.bfloat16, torch.float32
+INT8, BF16, FP32 = torch.int8, torch.bfloat16, torch.float32
 SHAPES = [(6, 64), (2, 3, 32), (64,), (5, 40)]
 """Two whose rows are whole blocks, and two that have no states in 8 bits."""
 

@@ -3,16 +3,11 @@
 import pytest
 import torch
 import transformers.optimization
-from torch import nn
 
-from hf_lowprec import fp32_state_dict
 from hf_lowprec.optim import Adafactor
-from tests.support.optim.adafactor_formula import SHAPES, STEPS, TRAINER, assert_near, gradients, papers, train, weights
-from tests.support.optim.gradient_dtypes import allow_gradients_in
-from tests.support.optim.optimizer_contents import assert_equal
+from tests.support.optim.adafactor_formula import SHAPES, STEPS, TRAINER, assert_near, papers, train, weights
 from tests.support.triton_available import quiet_interpreter, require_triton
 
-BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = quiet_interpreter
 
 FORMULAS = [{}, {"weight_decay": 0.1, "lr": 0.3}, {"beta1": 0.9, "maximize": True}, {"d": 3.0, "beta2_decay": -1.0}]
@@ -106,48 +101,4 @@ def test_fp32_parameters_get_transformers_adafactor(options, scale):
     assert_near(theirs, expected, sums=True)
 
 
-@pytest.mark.parametrize("scale", [1e-10, 1e-9, 1e-8])
-def test_small_gradients_get_transformers_adafactor(scale):
-    """transformers adds 1e-30, a millionth of the square of a hundredth of 1e-10: a few half ulps of the root."""
-    ours, theirs = both_after(scale, **FIXED, scale_parameter=False)
-    for mine, other, paper in zip(ours, theirs, papers(weights(), **TRAINER, lr=0.1), strict=True):
-        assert ((mine - other).abs() <= 2 * paper.bound(mine.numel())).all(), tuple(mine.shape)
-
-
-def test_transformers_own_test():
-    """A thousand steps of 0.01 from (0.1, -0.2, -0.1) reach the target, with the tolerance of transformers' test."""
-    weight, target = nn.Parameter(torch.tensor([0.1, -0.2, -0.1])), torch.tensor([0.4, 0.2, -0.5])
-    optimizer = Adafactor([weight], lr=1e-2, d=1.0, beta2_decay=-0.8, beta1=None, weight_decay=0.0, **TRAINER)
-    for _ in range(1000):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(weight, target).backward()
-        optimizer.step()
-    torch.testing.assert_close(weight.detach(), target, rtol=0, atol=1e-2)
-
-
 # 16 bits.
-
-
-@pytest.mark.combinations(1)
-@pytest.mark.parametrize("grad_dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("options", FORMULAS, ids=str)
-def test_split_bf16_weights_are_the_rounded_weights_of_fp32_training(backend, options, grad_dtype):
-    """FP32 gradients are no BF16 numbers, so they are drawn with a scale that is no power of two."""
-    split, exact = weights(BF16), [nn.Parameter(param.detach().float()) for param in weights(BF16)]
-    allow_gradients_in(grad_dtype, split)
-    options, steps = {"backend": backend, **options}, range(4 if backend == "triton" else STEPS)
-    mine, reference = (
-        Adafactor(split, rounding="split", state_dtype=FP32, **options),
-        Adafactor(exact, **options),
-    )
-    for step in steps:
-        for param, twin, grad in zip(split, exact, gradients(step, split), strict=True):
-            param.grad = grad if grad_dtype is BF16 else grad.float() * 0.3
-            twin.grad = param.grad.float()
-        mine.step()
-        reference.step()
-    for param, twin in zip(split, exact, strict=True):
-        found = fp32_state_dict(nn.ParameterList([param]), mine)["0"]
-        assert torch.equal(found, twin.detach()), tuple(param.shape)
-        for name in mine.state[param].keys() - {"remainder"}:
-            assert_equal(mine.state[param][name], reference.state[twin][name], name)

@@ -1,7 +1,6 @@
-"""RAdam: FP32 parameters against `torch.optim.RAdam`, 16-bit ones against the paper's formula in FP64."""
+"""RAdam: FP32 parameters against `torch.optim.RAdam`. `test_split.py` compares 16-bit ones with FP32."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ import torch
 from hf_lowprec.optim import RAdam
 from tests.support.optim.against_formula import (
     EPS,
-    MODES,
-    assert_rounded_once,
     gradients,
     parameter,
     train,
@@ -60,33 +57,3 @@ def test_eps_is_added_where_torch_adds_it():
     for cls, param in ((RAdam, ours), (torch.optim.RAdam, theirs)):
         train(cls([param], lr=1e-2, eps=0.1), gradients(STEPS))
     assert (ours - theirs).abs().max().item() <= fp32_bound(1e-2, theirs.abs().max().item())
-
-
-def formula(weight, grad, state, step, *, lr, betas, weight_decay, maximize, decoupled_weight_decay, eps=1e-8):
-    """arXiv:1908.03265, Alg. 2, with torch's ε, decay and threshold of 5."""
-    (beta1, beta2), m, v = betas, state["exp_avg"], state["exp_avg_sq"]
-    grad, reach = -grad if maximize else grad, grad.abs()
-    if not decoupled_weight_decay:
-        grad, reach = grad + weight_decay * weight, reach + weight_decay * weight.abs()
-    first, first_size = beta1 * m + (1 - beta1) * grad, beta1 * m.abs() + (1 - beta1) * reach
-    second, second_size = beta2 * v + (1 - beta2) * grad**2, beta2 * v + (1 - beta2) * reach**2
-    size, unclear = lr / (1 - beta1**step), 1
-    rho_inf = 2 / (1 - beta2) - 1
-    rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
-    if rho > 5:
-        r = math.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
-        size = size * r * math.sqrt(1 - beta2**step) / (second.sqrt() + eps)
-        unclear = 1 + second_size / second
-    update, terms = -size * first, size * first_size * unclear
-    if decoupled_weight_decay:
-        update, terms = update - lr * weight_decay * weight, terms + lr * weight_decay * weight.abs()
-    return update, {"exp_avg": (first, first_size), "exp_avg_sq": (second, second_size)}, terms
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
-@pytest.mark.parametrize(("dtype", "rounding"), MODES, ids=str)
-def test_every_step_is_the_formula_rounded_once(dtype, rounding, state_rounding, options):
-    """Eight steps: five before, three after the second moment comes in."""
-    hyper = {"lr": 1e-2, "betas": (0.9, 0.99), **options}
-    assert_rounded_once(RAdam, formula, dtype, rounding, state_rounding, **hyper)

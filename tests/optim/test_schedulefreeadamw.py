@@ -149,17 +149,3 @@ def test_shares_of_the_average_from_counts_on_the_device_are_the_same(on_device)
         train(optimizer, paper, [torch.ones(4)] * 300)
         optimizer.eval()
         assert distance(param, paper.x) <= 300 * 2**-23 * paper.z.abs().max().item()  # two roundings of each sum
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"betas": (0.0, 0.9)}, r"betas\[0\]=0 is invalid"),
-        ({"warmup_steps": -1}, "warmup_steps=-1 is invalid"),
-        ({"warmup_steps": 1.5}, "warmup_steps=1.5 is not an integer"),
-        ({"eps": -1.0}, "eps=-1.0 is invalid"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        ScheduleFreeAdamW([parameter()], **options)

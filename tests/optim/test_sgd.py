@@ -1,4 +1,4 @@
-"""SGD: FP32 parameters against `torch.optim.SGD`, 16-bit ones against its formula in FP64."""
+"""SGD: FP32 parameters against `torch.optim.SGD`. `test_split.py` compares 16-bit ones with FP32."""
 
 import itertools
 
@@ -8,9 +8,6 @@ import torch
 from hf_lowprec.optim import SGD
 from tests.support.optim.against_formula import (
     EPS,
-    MODES,
-    assert_rounded_once,
-    assert_update_is_not_rounded,
     gradients,
     parameter,
     train,
@@ -59,34 +56,3 @@ def test_fp32_parameters_get_torchs_sgd(options, lr):
         assert (mine.state[ours]["momentum_buffer"] - buffer).abs().max() <= 2 * 4 * 10 * 50 * EPS
     else:
         assert set(mine.state[ours]) <= {"step"}
-
-
-def formula(weight, grad, state, step, *, lr, momentum, weight_decay, maximize, dampening=0.0, nesterov=False):
-    """The algorithm in the documentation of `torch.optim.SGD`."""
-    grad, size = -grad if maximize else grad, grad.abs() + weight_decay * weight.abs()
-    grad = grad + weight_decay * weight
-    if not momentum:
-        return -lr * grad, {}, lr * size
-    new = grad
-    if step > 1:
-        buffer = state["momentum_buffer"]
-        new = momentum * buffer + (1 - dampening) * grad
-        buffer_size = momentum * buffer.abs() + (1 - dampening) * size
-    else:
-        buffer_size = size
-    direction, size = (grad + momentum * new, size + momentum * buffer_size) if nesterov else (new, buffer_size)
-    return -lr * direction, {"momentum_buffer": (new, size)}, lr * size
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
-@pytest.mark.parametrize(("dtype", "rounding"), MODES, ids=str)
-def test_every_step_is_the_formula_rounded_once(dtype, rounding, state_rounding, options):
-    """FP32 arithmetic performs at most six operations on each term."""
-    errors = {"update_error": 12, "state_error": 12}
-    assert_rounded_once(SGD, formula, dtype, rounding, state_rounding, lr=1e-2, **errors, **options)
-
-
-def test_the_update_uses_the_buffer_before_it_is_rounded():
-    hyper = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
-    assert_update_is_not_rounded(SGD, formula, update_error=12, **hyper)

@@ -7,7 +7,7 @@ import torch
 
 from hf_lowprec.optim import StableAdamW
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+FP32, FP64 = torch.float32, torch.float64
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPE = (40, 25)
 
@@ -90,22 +90,3 @@ def test_the_mean_is_of_the_clipped_gradients(options):
         optimizer.step()
         paper.step(grad * min(1.0, 0.5 / (grad.double().norm().item() + 1e-6)))
     assert (param.detach().double() - paper.weight).abs().max().item() <= 20 * 2**-24 * (5 + 600 * 1e-2 * math.sqrt(20))
-
-
-def test_a_large_tensor_is_measured_in_pieces_and_its_mean_is_exact():
-    """More than a piece of every backend: the mean of 2²² + 5 squares, all of them 4, over a second moment of 1."""
-    count = (1 << 22) + 5
-    for backend in ("eager", "native"):
-        param = torch.nn.Parameter(torch.zeros(count, dtype=BF16))
-        optimizer = StableAdamW([param], lr=1.0, betas=(0.0, 0.5), eps=0.0, weight_decay=0.0, backend=backend)
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        optimizer.state[param]["exp_avg_sq"].fill_(1.0)
-        with torch.no_grad():
-            param.zero_()
-        param.grad.fill_(2.0)
-        optimizer.step()
-        # β̂2 = 1/3: v = 1/3 + 2/3·4 = 3, RMS² = 4/3, u = -(1/√(4/3))·2/√3 = -1
-        stored = (param.detach() + optimizer.state[param]["compensation"]).double()
-        assert (stored + 1).abs().max().item() <= 2**-8
-        assert stored.unique().numel() <= 3

@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_lowprec
-from hf_lowprec.optim import SGD, AdamW, Lion, Muon
+from hf_lowprec.optim import AdamW, Lion, Muon
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import CompilerError, require_compiler
 from hf_lowprec.optim.state.low_bits import uses_low_bits
@@ -16,22 +16,6 @@ from hf_lowprec.optim.validation import check_scalars
 
 def bf16(count: int = 3) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(count, dtype=torch.bfloat16))]
-
-
-@pytest.mark.parametrize(
-    ("cls", "arguments", "message"),
-    [
-        (AdamW, {"amsgrad": "maybe"}, "amsgrad='maybe' in param group 0 is not True or False"),
-        (AdamW, {"maximize": 3}, "maximize=3 in param group 0 is not True or False"),
-        (AdamW, {"lr": float("inf")}, "lr=inf is invalid; it must be a number >= 0 that FP32 can hold"),
-        (AdamW, {"eps": None}, "eps=None is invalid"),
-        (AdamW, {"seed": 1.5}, "seed=1.5 in param group 0 is not an integer"),
-        (SGD, {"dampening": float("nan")}, "dampening=nan is invalid"),
-    ],
-)
-def test_a_value_of_the_wrong_kind_is_named(cls, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        cls(bf16(), **arguments)
 
 
 HUGE = 10**5000  # of more digits than Python writes
@@ -79,19 +63,6 @@ def test_numbers_of_every_type_are_accepted(kind):
         params[0].grad = torch.ones_like(params[0])
         optimizer.step()
     assert torch.equal(*found, *expected)
-
-
-def test_a_learning_rate_that_outgrows_fp32_stops_the_step_before_it_changes_anything():
-    params = bf16()
-    params[0].grad = torch.ones_like(params[0])
-    optimizer = AdamW(params, lr=0.5)
-    optimizer.step()
-    before = params[0].detach().clone()
-    optimizer.param_groups[0]["lr"] = 1e38
-    with pytest.raises(ValueError, match="give step_size="):
-        optimizer.step()
-    assert torch.equal(params[0], before)
-    assert optimizer.state[params[0]]["step"] == 1
 
 
 @pytest.mark.parametrize("cls", [AdamW, Muon, Lion])
@@ -221,23 +192,6 @@ def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
     params[0].grad = torch.ones_like(params[0])
     AdamW(params, backend="native").step()
     assert len(list(tmp_path.glob("*.so"))) == 1
-    native._load.cache_clear()
-
-
-def test_a_library_that_cannot_be_loaded_is_explained(monkeypatch, tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo not a library > $2')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path / "cache"))
-    native._load.cache_clear()
-    params = bf16(5)
-    params[0].grad = torch.ones_like(params[0])
-    optimizer = AdamW(params, backend="native")
-    with pytest.raises(CompilerError, match=r"cannot be written or loaded .*HF_LOWPREC_CACHE"):
-        optimizer.step()
-    assert torch.equal(params[0], torch.ones_like(params[0]))
-    assert optimizer.state[params[0]]["step"] == 0
     native._load.cache_clear()
 
 
