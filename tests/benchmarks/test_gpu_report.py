@@ -1,5 +1,7 @@
 """The report of a GPU machine, as far as it goes without a GPU."""
 
+import os
+import re
 import subprocess
 import sys
 import time
@@ -26,14 +28,13 @@ def test_the_rehearsal_leaves_one_file(tmp_path, capsys, monkeypatch):
     (path,) = tmp_path.iterdir()
     with zipfile.ZipFile(path) as packed:
         names, report = packed.namelist(), packed.read("report.md").decode()
-        assert "- torch: " in packed.read("machine.txt").decode()
+        assert f"torch {torch.__version__}" in packed.read("machine.txt").decode()
     assert {"report.md", "machine.txt", "tests.log", "tests.txt", "benchmark.log"} < set(names)
     assert {Path(name).suffix for name in names} >= {".json", ".md"}
     assert str(path) in printed
     assert "One step of" in report  # the benchmark's tables
-    assert (
-        "- tests: passed: 9, failed: 0, skipped: 8, not reached: 0 (exit status 0, " in report
-    )  # the first need a GPU
+    counted = re.search(r"- tests: passed: (\d+), failed: 0, skipped: (\d+), not reached: 0 \(exit status 0, ", report)
+    assert counted and all(map(int, counted.groups()))  # those of the first file need a GPU
     assert status == 0, report
 
 
@@ -50,7 +51,8 @@ def test_it_runs_what_runs_on_a_gpu():
     """Every file whose tests run there, and of these little else: the time is short."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
     command += ["-k", gpu_report.ON_A_GPU, "tests/gpu", "tests/optim"]
-    ids = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    chosen = {name: value for name, value in os.environ.items() if name != "HF_LOWPREC_EVERY_CASE"}
+    ids = subprocess.run(command, cwd=ROOT, env=chosen, capture_output=True, text=True, check=True).stdout.splitlines()
     files = [name.split("::")[0] for name in ids if "::" in name]
     # The first tests what happens without a GPU, the second skips itself with one.
     elsewhere = {"tests/optim/test_backend_selection.py", "tests/optim/test_sharding.py"}
