@@ -15,7 +15,7 @@ from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states, is_nonnegative
 from tests.support.optim.every_optimizer import OPTIONS, build
-from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
+from tests.support.optim.optimizer_contents import assert_equal, params_of, refuses, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")
 
@@ -33,24 +33,6 @@ def adamw(steps: int = 3, **options) -> AdamW:
     optimizer = AdamW(parameters(), **{"lr": 1e-2, "state_dtype": INT8, "backend": "eager", **options})
     train(optimizer, steps)
     return optimizer
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
-def test_resuming_is_bit_for_bit(name, rounding, tmp_path):
-    options = {"rounding": rounding, "state_dtype": INT8, "backend": "eager", **OPTIONS[name][0]}
-    source = build(name, parameters(), lr=1e-2, **options)
-    train(source, 3)
-    torch.save([source.state_dict(), [p.data for g in source.param_groups for p in g["params"]]], tmp_path / "saved.pt")
-    state, weights = torch.load(tmp_path / "saved.pt", weights_only=True)
-    resumed_params = [nn.Parameter(weight) for weight in weights]
-    resumed = build(name, resumed_params, lr=1e-2, **options)
-    resumed.load_state_dict(state)
-    assert_equal(resumed.state_dict(), source.state_dict())
-    assert any(value.dtype == INT8 for value in resumed.state[resumed_params[0]].values())
-    for optimizer in (source, resumed):
-        train(optimizer, 2, seed=7)
-    assert_equal(everything(resumed), everything(source))
 
 
 def test_a_state_dtype_that_is_set_after_loading_is_that_of_new_states():
@@ -86,7 +68,7 @@ def test_a_state_dtype_that_is_set_after_loading_is_that_of_new_states():
         ),
         (
             lambda state: state.update(compensation=state["compensation"].to(INT8)),
-            ["compensation of parameter 0 has dtype torch.int8; it must be bfloat16 or float32"],
+            ["parameter 0", "has no 'compensation_code'"],
         ),
     ],
 )
@@ -168,20 +150,6 @@ def test_names_tell_which_states_are_nonnegative():
         for group in optimizer.param_groups:
             for state in optimizer.states(group):
                 assert is_nonnegative(state.name) == state.nonnegative
-
-
-def test_decoded_states_are_close_to_fp32_states():
-    source = adamw(rounding="stochastic")
-    exact = AdamW(parameters(), lr=1e-2, state_dtype=FP32, backend="eager", rounding="stochastic")
-    train(exact, 3)
-    for ours, theirs in zip(source.state.values(), exact.state.values(), strict=True):
-        found = decoded_states(ours)
-        assert found.keys() == theirs.keys()
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert found[name].shape == theirs[name].shape
-            error = (found[name].double() - theirs[name].double()).abs() / theirs[name].double().abs()
-            # Three roundings to 2 mantissa bits at least, of up to a quarter each; in the mean much less.
-            assert error.median() < 0.15
 
 
 @pytest.mark.filterwarnings("ignore:the state of torch:RuntimeWarning")

@@ -1,7 +1,5 @@
 """Arguments as text: what configuration files and command lines hold gives the optimizer that Python values give."""
 
-import ast
-import importlib
 import json
 import pickle
 from collections import UserDict, UserList
@@ -163,26 +161,9 @@ def test_a_pair_of_the_factory_is_checked_and_names_matrices_of_a_model():
     assert hf_lowprec.optimizer_factory("muon_bf16_kahan", matrices=matrices)[1]["matrices"] is matrices
 
 
-def of_dotted_path(path):
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def test_hosts_that_build_optimizers_from_their_own_settings():
-    """Command lines of `key=literal`, a module and a class by name, and containers of a configuration library."""
-    wanted = {"betas": (0.9, 0.95), "rounding": "split", "state_dtype": torch.int8, "gradient_release": True}
-    expected = settings(AdamW([param()], **wanted, first_parameter=0))
-    words = [
-        "rounding='split'",
-        "state_dtype='int8'",
-        "gradient_release=True",
-        "betas=(0.9, 0.95)",
-        "first_parameter=0",
-    ]
-    literals = {key: ast.literal_eval(value) for key, _, value in (word.partition("=") for word in words)}
-    assert settings(of_dotted_path("hf_lowprec.AdamW")([param()], **literals)) == expected
-    overrides = UserDict(rounding="split", betas=UserList([0.9, 0.95]), state_dtype="torch.int8", first_parameter=0)
-    cls = of_dotted_path("hf_lowprec.AdamW")
-    assert settings(cls([param()], **overrides, gradient_release=True)) == expected
+def test_containers_of_a_configuration_library_are_those_of_python():
+    expected = AdamW([param()], rounding="split", betas=(0.9, 0.95), state_dtype=torch.int8, first_parameter=0)
+    given = UserDict(rounding="split", betas=UserList([0.9, 0.95]), state_dtype="torch.int8", first_parameter=0)
+    assert settings(AdamW([param()], **given)) == settings(expected)
     by_state = UserDict(exp_avg="int8", exp_avg_sq="float32")
     assert type(AdamW([param()], state_dtype=by_state).param_groups[0]["state_dtype"]) is dict

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from hf_lowprec.tools.estimate.live_memory import LiveMemory
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SHAPES = [(32, 64), (64, 32), (48, 48), (1, 16), (16, 1)]
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def normal(shape, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -51,44 +49,6 @@ def test_fp32_matrices_get_torchs_muon(adjust_lr_fn, nesterov, backend):
         largest = other.abs().max().item()
         change = 0.02 * (0.2 * math.sqrt(64) + 0.1 * largest)
         assert (mine - other).abs().max().item() <= steps * 2**-24 * (3 * largest + 4 * change), k
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, (3, 24, 16), (2, 16, 40)], ids=str)
-def test_directions_are_nearly_orthogonal(shape):
-    """In FP64 the polynomial maps singular values of (0.01, 1] into (0.67, 1.21); BF16 adds some 2**-7 per step.
-
-    A matrix that has been divided by its Frobenius norm has its smallest value above 0.01 here (checked).
-    """
-    optimizer = Muon(parameters([shape]))
-    matrix = normal(shape, 5, BF16)
-    values = torch.linalg.svdvals(matrix.double() / matrix.double().norm(dim=(-2, -1), keepdim=True))
-    keep = values > 0.01
-    direction = optimizer.orthogonalize(optimizer.param_groups[0], matrix)
-    assert (direction.shape, direction.dtype) == (matrix.shape, BF16)
-    found = torch.linalg.svdvals(direction.double())
-    assert found[keep].min().item() >= 0.67 - 5 * 2**-7
-    assert found.max().item() <= 1.21 + 5 * 2**-7
-
-
-def polynomial(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """a·X + b·X³ + c·X⁵ by the singular values, in FP64."""
-    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    values = values / values.square().sum(-1, keepdim=True).sqrt()
-    a, b, c = COEFFICIENTS
-    for _ in range(steps):
-        values = a * values + b * values**3 + c * values**5
-    return left @ torch.diag_embed(values) @ right
-
-
-@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (5, 24, 16)], ids=str)
-def test_directions_are_the_polynomial_of_each_matrix(shape):
-    """One step in BF16: its four roundings of entries of the size of X, amplified by at most a + |b| + c = 10.3."""
-    optimizer = Muon(parameters([shape]), ns_steps=1)
-    matrix = normal(shape, 6, BF16)
-    direction = optimizer.orthogonalize(optimizer.param_groups[0], matrix).double()
-    wanted = polynomial(matrix, 1)
-    error = (direction - wanted).norm(dim=(-2, -1))
-    assert (error <= 4 * 2**-9 * 10.3 / 3.4 * wanted.norm(dim=(-2, -1))).all()
 
 
 def test_a_stack_is_stepped_as_its_matrices():
@@ -129,26 +89,16 @@ def test_what_is_no_matrix_gets_adamw():
     assert muon.state[mixed[0]].keys() == {"step", "momentum_buffer", "compensation"}
 
 
-def test_named_parameters_keep_their_names_where_they_go():
-    module = torch.nn.Linear(4, 3)
-    optimizer = Muon(module.named_parameters(), matrices=[module.weight])
-    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
-
-
 def test_another_ratio_holds_from_the_next_step_on():
-    ours, theirs = parameters([(8, 32)])[0], parameters([(8, 32)])[0]
-    optimizer = Muon([ours], lr=0.1, adjust_lr_fn="original")
-    reference = torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn="original")
-    for step in range(3):
-        ours.grad, theirs.grad = (normal((8, 32), 20 + step) for _ in range(2))
-        optimizer.param_groups[0]["adjust_lr_fn"] = reference.param_groups[0]["adjust_lr_fn"] = (
-            "original" if step == 0 else "match_rms_adamw"
-        )
-        before = ours.detach().clone(), theirs.detach().clone()
+    (param,) = parameters([(8, 32)])
+    param.grad, moved = normal((8, 32), 20), []
+    optimizer = Muon([param], weight_decay=0.0)
+    for ratio in ("original", "match_rms_adamw"):
+        optimizer.param_groups[0]["adjust_lr_fn"] = ratio
+        before = param.detach().clone()
         optimizer.step()
-        reference.step()
-        moved = [(param.detach() - old).norm().item() for param, old in zip((ours, theirs), before, strict=True)]
-        assert moved[0] == pytest.approx(moved[1], rel=2**-7)  # BF16 products of inputs that differ in a last bit
+        moved.append((param.detach() - before).norm().item())
+    assert moved[1] / moved[0] == pytest.approx(0.2 * math.sqrt(32), rel=2**-7)  # BF16 products of equal directions
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
@@ -254,27 +204,6 @@ def tensors(optimizer: Muon, params) -> list[torch.Tensor]:
     return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
 
 
-def test_parts_have_at_most_so_many_elements_and_the_largest_matrix_is_first(small_parts):
-    group = SimpleNamespace(entries=[SimpleNamespace(param=torch.empty(size)) for size in (60, 30, 20, 150, 40, 60, 1)])
-    parts = [[*part] for part in whole_tensor_quantities._parts(group)]
-    assert parts == [[3], [0, 1], [4, 5], [2], [6]]
-
-
-def test_only_small_matrices_of_one_shape_and_group_are_a_batch():
-    """Four fit into a batch at least."""
-    quarter = whole_tensor_quantities._BATCH // 4
-    shapes = [(2, 3), (2, 3), (3, 2), (2, 3), (1, quarter), *[(1, quarter)] * 4, (1, quarter + 1), (1, quarter + 1)]
-    shapes += [(2, 2, 2), (2, 2, 2), (0, 2), (0, 2), (2, 3)]
-    one, other = {}, {}
-    groups = [*[one] * (len(shapes) - 1), other]
-    entries = [
-        SimpleNamespace(param=torch.empty(shape, device="meta"), group=group)
-        for shape, group in zip(shapes, groups, strict=True)
-    ]
-    batches = whole_tensor_quantities._batches(SimpleNamespace(entries=entries), range(len(entries)))
-    assert batches == [[0, 1, 3], [2], [4, 5, 6, 7], [8], *([k] for k in range(9, len(entries)))]
-
-
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "skip_nonfinite": True}], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "native"])
 def test_parts_step_as_all_matrices_at_once(backend, options, request):
@@ -313,51 +242,12 @@ def test_a_step_holds_one_orthogonalized_matrix(small_parts):
     assert 8 * 128 * 128 <= peaks[0] <= peaks[1] <= peaks[0] + 1024 * 12
 
 
-def test_running_out_of_memory_at_the_largest_matrix_leaves_everything_unchanged(small_parts, monkeypatch):
-    """It is the first, whichever group it is in."""
-    optimizer, params = trained("native", dtype=BF16)
-    other = torch.nn.Parameter(normal((40, 40), 1, FP32))
-    optimizer.add_param_group({"params": [other], "use_muon": True})
-    params.append(other)
-    give_gradients(params, 3)
-    optimizer.step()
-    give_gradients(params, 4)
-    before = [tensor.clone() for tensor in tensors(optimizer, params)]
-    orthogonalize, sizes = optimizer.orthogonalize, []
-
-    def fails_when_large(group, matrix):
-        sizes.append(matrix.numel())
-        if matrix.numel() > limit:
-            raise torch.OutOfMemoryError
-        return orthogonalize(group, matrix)
-
-    monkeypatch.setattr(optimizer, "orthogonalize", fails_when_large)
-    limit = 40 * 40 - 1
-    with pytest.raises(torch.OutOfMemoryError):
-        optimizer.step()
-    assert sizes == [40 * 40]
-    assert all(map(torch.equal, before, tensors(optimizer, params)))
-    limit = 40 * 40
-    optimizer.step()
-    assert sizes[1] == 40 * 40 and len(sizes) == 1 + 1 + sum(p.ndim > 1 for p in params[:-1])
-    assert not torch.equal(before[0], params[0])
-    assert all(entry.orthogonalized is None for group in optimizer._plan.fused_groups for entry in group.entries)
-
-
 def one_cycle(optimizer):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10, base_momentum=0.5)
 
 
 def cyclic(optimizer):
     return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.001, 0.02, step_size_up=3, base_momentum=0.5)
-
-
-def cycled(optimizer, scheduler, steps) -> None:
-    for step in steps:
-        for k, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
-            param.grad = normal(param.shape, 100 * step + k, param.dtype)
-        optimizer.step()
-        scheduler.step()
 
 
 @pytest.mark.parametrize("make", [one_cycle, cyclic])
@@ -383,26 +273,6 @@ def test_a_scheduler_that_cycles_momentum_cycles_that_of_matrices_too(make):
         assert (found - expected).abs().max().item() <= 9 * 6 * 4 * 2**-24
     # Nine steps of at most 10 learning rates, some twenty roundings each; a beta that stayed would be off by 0.1.
     assert (ours[1] - theirs[1]).abs().max().item() <= 9 * 20 * 10 * 0.02 * 2**-24 + 9 * 4 * 2**-24
-
-
-@pytest.mark.parametrize("make", [one_cycle, cyclic])
-def test_a_cycle_continues_from_a_checkpoint_bit_for_bit(make):
-    def built():
-        params = parameters([(8, 6), (6,)], BF16)
-        optimizer = Muon(params, lr=0.02, matrices=params[:1])
-        return params, optimizer, make(optimizer)
-
-    params, optimizer, scheduler = built()
-    cycled(optimizer, scheduler, range(4))
-    saved = copy.deepcopy([[p.detach() for p in params], optimizer.state_dict(), scheduler.state_dict()])
-    cycled(optimizer, scheduler, range(4, 9))
-    resumed, other, other_scheduler = built()
-    for param, value in zip(resumed, saved[0], strict=True):
-        param.data.copy_(value)
-    other.load_state_dict(saved[1])
-    other_scheduler.load_state_dict(saved[2])
-    cycled(other, other_scheduler, range(4, 9))
-    assert all(map(torch.equal, params, resumed))
 
 
 def test_a_momentum_that_is_not_cycled_is_the_groups_own():

@@ -37,9 +37,12 @@ def test_half_of_a_symmetric_product_is_all_of_it(shape):
     assert ((found.double() - square - linear).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("shape", [(512, 640), (640, 512), (2, 512, 520)], ids=str)
-def test_a_large_matrix_gets_the_polynomial(shape):
-    """One iteration in FP64; in BF16, four roundings of entries of the size of X, amplified by at most 10.3."""
+@pytest.mark.parametrize("shape", [(512, 640), (640, 512), (2, 512, 520), (32, 64), (64, 32), (5, 24, 16)], ids=str)
+def test_every_matrix_gets_the_polynomial(shape):
+    """Large and small, alone and in a stack. One iteration in FP64.
+
+    In BF16, four roundings of entries of the size of X, amplified by at most 10.3.
+    """
     matrix = normal(shape, 1)
     before = matrix.clone()
     found = newton_schulz.newton_schulz(matrix, COEFFICIENTS, 1, 1e-7)

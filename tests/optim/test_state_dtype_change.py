@@ -182,35 +182,6 @@ def test_groups_and_states_of_their_own():
     train(target, 1)
 
 
-@pytest.mark.filterwarnings("ignore:the rounding mode changes from:RuntimeWarning")
-@pytest.mark.parametrize(("old", "new"), [("kahan", "stochastic"), ("stochastic", "split"), ("split", "kahan")])
-def test_the_rounding_mode_may_change_at_the_same_time(old, new):
-    """Weights after a step that moves none are those without another `state_dtype`, and so are states, converted."""
-    source = adamw(3, state_dtype=BF16, rounding=old)
-    weights = [param.detach() for param in params_of(source)]
-
-    def loaded(**options) -> AdamW:
-        target = adamw(params=[nn.Parameter(weight.clone()) for weight in weights], rounding=new, **options)
-        notes = notes_of_loading(target, source.state_dict())
-        assert any("the rounding mode changes" in note for note in notes)
-        return target
-
-    both, mode_alone = loaded(state_dtype=INT8), loaded(state_dtype=BF16)
-    for ours, theirs in zip(both.state.values(), mode_alone.state.values(), strict=True):
-        for name in ("exp_avg", "exp_avg_sq"):
-            in_8_bits = theirs[name].dim() > 1 and theirs[name].shape[-1] % 32 == 0
-            for key, value in expected(name, theirs, INT8 if in_8_bits else BF16).items():
-                assert_equal(ours[key], value)
-    for optimizer in (both, mode_alone):
-        optimizer.param_groups[0]["lr"] = 0.0
-        train(optimizer, 1)
-    assert_equal([p.detach() for p in params_of(both)], [p.detach() for p in params_of(mode_alone)])
-    for ours, theirs in zip(both.state.values(), mode_alone.state.values(), strict=True):
-        low_bits = {"compensation", "remainder"} & theirs.keys()
-        assert low_bits == {"compensation", "remainder"} & ours.keys()
-        assert_equal({name: ours[name] for name in low_bits}, {name: theirs[name] for name in low_bits})
-
-
 def test_fp32_parameters_have_fp32_states_whatever_is_asked_for():
     source = adamw(3, params=parameters(FP32), state_dtype=BF16)
     target = adamw(params=parameters(FP32), state_dtype=INT8)

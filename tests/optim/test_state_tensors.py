@@ -1,12 +1,9 @@
 """Which states are stored in 8 bits, and requests that are refused by name."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from hf_lowprec.optim import AdamW, Adan
 from hf_lowprec.optim.state.state_tensors import state_tensors
 
@@ -61,11 +58,3 @@ def test_a_dtype_per_state():
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         AdamW([nn.Parameter(torch.ones(2, 32, dtype=BF16))], **options)
-
-
-def test_optim_args():
-    def parsed(text: str) -> object:
-        return optim_args_of(SimpleNamespace(optim="adamw_bf16_split", optim_args=text)).optimizer["state_dtype"]
-
-    assert parsed("state_dtype=int8") == parsed("state_dtype=torch.int8") == INT8
-    assert parsed("state_dtype=exp_avg:int8|exp_avg_sq:bfloat16") == {"exp_avg": INT8, "exp_avg_sq": BF16}

@@ -30,12 +30,11 @@ class EmulatedGpu:
 
     Attributes:
         tensors: returns all memory that a launch may access, besides its arguments.
-        change: changes the PTX of every kernel, to plant faults.
         launches: how often each kernel was launched, by name.
     """
 
-    def __init__(self, capability: int, change: Callable[[str], str] = str) -> None:
-        self.capability, self.change = capability, change
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
         self.tensors: Callable[[], Iterable[Tensor]] = tuple
         self.launches: Counter[str] = Counter()
 
@@ -96,7 +95,7 @@ class _Kernel(InPlaceOfAKernel):
         kinds = tuple((_TYPES[tensor.dtype], tensor.data_ptr() % 16 == 0) for tensor in tensors)
         constants = tuple(keywords.items())
         ptx, shared = compiled(self._source, self._name, kinds, constants, options, self._gpu.capability)
-        program = _program(self._gpu.change(ptx), shared)
+        program = _program(ptx, shared)
         memory = [*tensors, *self._gpu.tensors()]
         addresses = [tensor.data_ptr() for tensor in tensors]
         ptx_interpreter.run(program, blocks, addresses, memory)
