@@ -5,8 +5,11 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 
-# One thread per worker; and nothing asks a hub for anything.
-os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+# One thread per worker, also in processes that tests fork: a fork of several threads copies one of them, and what the
+# others have begun. And nothing asks a hub for anything.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+os.environ |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # of pyarrow, which datasets imports
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 import pytest
 import torch

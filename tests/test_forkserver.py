@@ -26,6 +26,8 @@ def test_a_script_that_raises_or_is_killed_says_so(tmp_path):
     assert done.returncode == 1 and "ValueError: as planned" in done.stderr
     killed = forkserver.run(script(tmp_path, "import os\nos.kill(os.getpid(), 9)"), [], timeout=60)
     assert killed.returncode == -9
+    crashed = forkserver.run(script(tmp_path, "import os\nos.abort()"), [], timeout=60)
+    assert crashed.returncode == -6 and "in <module>" in crashed.stderr
 
 
 def test_a_script_that_does_not_end_is_ended_with_all_that_it_forked(tmp_path):
@@ -38,6 +40,12 @@ def test_a_script_that_does_not_end_is_ended_with_all_that_it_forked(tmp_path):
             os.kill(child, 0)
             subprocess.run(["sleep", "0.05"], check=True)
     assert forkserver.run(script(tmp_path, ""), [], timeout=60).returncode == 0
+
+
+def test_a_script_is_forked_from_a_single_thread(tmp_path):
+    """glibc and torch are sure to work in a fork of one thread only."""
+    text = "import os\nprint(os.listdir(f'/proc/{os.getppid()}/task') == [str(os.getppid())])"
+    assert forkserver.run(script(tmp_path, text), [], timeout=60).stdout == "True\n"
 
 
 def test_a_script_finds_everything_imported(tmp_path, monkeypatch):

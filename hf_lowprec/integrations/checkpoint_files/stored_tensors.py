@@ -164,6 +164,7 @@ class ShardedFolder:
 
         metadata = read_metadata(folder)
         self._folder = folder
+        self._objects = {key for key, one in metadata.state_dict_metadata.items() if _info(one) is None}
         self._reader = Reader(folder)
         with explain_unreadable(folder / ".metadata"):
             stored = metadata.state_dict_metadata
@@ -205,6 +206,13 @@ class ShardedFolder:
         return StoredTensors(
             {path[0]: info for path, info in infos.items() if len(path) == 1}, lambda name: self.read((root, name))
         )
+
+    def check_objects(self) -> None:
+        """Raise UnreadableError if an object that is no tensor is damaged, or holds anything but data.
+
+        torch's own reader, with which Trainer resumes, runs what it names.
+        """
+        self._load(dict.fromkeys(self._objects))
 
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Fill in the values of `state_dict`."""

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, read_metadata
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -56,8 +57,9 @@ class Creates:
 
 
 def test_nothing_is_run_when_shards_are_read(tmp_path):
-    """Neither from the metadata, nor from an object among the tensors."""
+    """Neither from the metadata, nor from an object among the tensors; a run does not resume from them either."""
     folder, marker = tmp_path / "optimizer_0", tmp_path / "marker"
+    (tmp_path / "trainer_state.json").write_text("{}")
     dcp.save({"optimizer": {"state": torch.ones(2), "lr": Creates(marker)}}, checkpoint_id=folder, no_dist=True)
     for act in (
         lambda: ShardedFolder(folder).read(("optimizer", "lr")),
@@ -67,11 +69,15 @@ def test_nothing_is_run_when_shards_are_read(tmp_path):
             ValueError, match=r"optimizer_0 cannot be read: it names io\.open, which checkpoints do not"
         ):
             act()
+    with pytest.raises(ValueError, match=r"is not loaded: \S+optimizer_0 cannot be read: it names io\.open"):
+        choose_checkpoint(str(tmp_path), "out")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.planner_data["more"] = Creates(marker)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"\.metadata cannot be read: it names io\.open"):
         ShardedFolder(folder)
+    with pytest.raises(ValueError, match=r"is not loaded: \S+\.metadata cannot be read: it names io\.open"):
+        choose_checkpoint(str(tmp_path), "out")
     assert not marker.exists()
 
 

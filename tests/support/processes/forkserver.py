@@ -5,6 +5,7 @@ script has its own session, output files, arguments, environment and working dir
 `preloaded.py` have read the environment of the first call, since they were imported then.
 """
 
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -89,6 +90,7 @@ def _become(script: str, arguments: list[str], environment: dict[str, str], fold
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell start without
     for descriptor, path in ((0, os.devnull), (1, out), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    faulthandler.enable()  # so that a crash in a library says where Python was, on any rank
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lowprec.integrations.checkpoint_files.json_files import read_json
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, UnreadableError
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ZERO_STATES
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -56,7 +57,7 @@ def choose_checkpoint(
 
     Raises:
         ValueError: the named checkpoint is not whole, or there are checkpoints but none is. Or the ranks name different
-            checkpoints, or not all of them see the checkpoint.
+            checkpoints, or not all of them see the checkpoint. Or its shards hold anything but data.
     """
     if isinstance(resume_from_checkpoint, os.PathLike):
         resume_from_checkpoint = os.fspath(resume_from_checkpoint)
@@ -81,6 +82,8 @@ def choose_checkpoint(
             f"rank {', '.join(map(str, missing_on))} does not see {str(chosen)!r}, from which the others resume; "
             "put output_dir on storage shared by all machines, or save with save_on_each_node=True"
         )
+    if unsafe := _of_all_ranks(_on_every_rank(_unsafe_shards(chosen) if _checks_here() else [])):
+        raise ValueError(f"{str(chosen)!r} is not loaded: {listing(unsafe)}. Pass another checkpoint")
     _warn_of_incomplete_state(chosen)
     return str(chosen)
 
@@ -191,6 +194,17 @@ def _of_all_ranks(problems: list[list[str]]) -> list[str]:
         for rank, of_rank in enumerate(problems)
         for problem in of_rank
     ]
+
+
+def _unsafe_shards(checkpoint: Path) -> list[str]:
+    """Why torch's own reader, which unpickles all but tensors, must not read folders of a sharded checkpoint."""
+    problems = []
+    for path in sorted(checkpoint.rglob(".metadata")):
+        try:
+            ShardedFolder(path.parent).check_objects()
+        except UnreadableError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _warn_of_incomplete_state(checkpoint: Path) -> None:
