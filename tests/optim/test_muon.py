@@ -98,7 +98,7 @@ def test_another_ratio_holds_from_the_next_step_on():
         before = param.detach().clone()
         optimizer.step()
         moved.append((param.detach() - before).norm().item())
-    assert moved[1] / moved[0] == pytest.approx(0.2 * math.sqrt(32), rel=2**-7)  # BF16 products of equal directions
+    assert moved[1] / moved[0] == pytest.approx(0.2 * math.sqrt(32), rel=5 * 2**-7)  # five iterations in BF16
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
