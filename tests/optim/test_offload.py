@@ -120,16 +120,6 @@ def test_options_have_the_same_bits_in_any_order_of_copies(simulate, options, se
     assert (clip_factors > 0) == ("max_grad_norm" in options)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_gradients": True, "max_grad_norm": 0.01}], ids=str)
-def test_gradients_of_micro_batches_are_accumulated(simulate, options):
-    limit = options.get("max_grad_norm")
-    expected = trained(functools.partial(AdamW, lr=0.01, max_grad_norm=limit), micro_batches=3)
-    for seed in range(5):
-        simulate(0.3, seed)
-        offloading = functools.partial(AdamW, lr=0.01, offload_states=True, **options)
-        assert_equal(trained(offloading, micro_batches=3), expected)
-
-
 @pytest.mark.parametrize(
     ("offload_gradients", "together", "slot"), [(False, 1, 4096), (True, 1, 2048), (True, 3, 4096)]
 )
