@@ -13,15 +13,12 @@ from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.hooks.input_downcast import losses_mix_dtypes
 from tests.support.models.inspection import (
     BF16,
-    COPIES,
     FP16,
     FP32,
     assert_downcast,
-    copy_of,
     gradient_dtypes,
     hook_counts,
 )
-from tests.support.models.vision_and_speech_models import MODELS
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -198,30 +195,6 @@ class TestWhere:
 
 
 class TestComposition:
-    def test_twice(self) -> None:
-        model, batch = MODELS["resnet"]()
-        first = cast_model(model)
-        hooks, logits = hook_counts(model), model.eval()(**batch).logits
-        second = cast_model(model)
-        assert second.inputs == first.inputs and not second.changed
-        assert hook_counts(model) == hooks and torch.equal(model(**batch).logits, logits)
-
-    def test_parts_first(self) -> None:
-        model = Net()
-        assert cast_model(model.conv).inputs == ("",)
-        report = cast_model(model)
-        assert report.inputs == ("",) and report.changed and not cast_model(model).changed
-        assert hook_counts(model) == [(1, 2), (1, 0), (0, 0)]
-
-    @pytest.mark.parametrize("through", COPIES)
-    def test_copies(self, through: str) -> None:
-        model, x = Net(), torch.randn(3, 2, 8)
-        cast_model(model)
-        twin = copy_of(model, through)
-        labels = torch.full((3,), 1000.3)
-        assert torch.equal(twin(x, labels)[0], model(x, labels)[0])
-        assert not cast_model(twin).changed
-
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     def test_compile(self, backend: str) -> None:
         torch.compiler.reset()
@@ -241,10 +214,3 @@ class TestComposition:
         compiled: Any = torch.compile(model, backend="eager")
         assert cast_model(compiled).inputs == ("_orig_mod",)
         assert compiled(torch.randn(3, 2, 8)).dtype == model(torch.randn(3, 2, 8)).dtype == BF16
-
-    def test_compile_model_of_transformers(self) -> None:
-        torch.compiler.reset()
-        model, batch = MODELS["resnet"]()
-        cast_model(model.eval())
-        compiled: Any = torch.compile(model, backend="eager")
-        assert torch.equal(compiled(**batch).logits, model(**batch).logits)

@@ -21,7 +21,6 @@ from tests.support.models.inspection import (
     hook_counts,
     output_dtypes,
 )
-from tests.support.models.tiny_models import LAYERS
 
 
 class TestKeepPatterns:
@@ -129,16 +128,6 @@ class TestKeepPatterns:
 
 
 class TestNamedByTheModel:
-    @pytest.mark.parametrize("gated", [False, True])
-    def test_t5_feed_forward_output(self, gated: bool) -> None:
-        model, batch = tiny_models.t5(gated=gated)
-        report = cast_model(model)
-        outer = [name for name, _ in model.named_modules() if name.endswith(".wo")]
-        assert len(outer) == 2 * LAYERS and set(outer) <= set(report.boundaries)
-        assert all("_keep_in_fp32_modules" in report.kept[name] for name in outer)
-        seen = output_dtypes(model, batch)
-        assert all(seen[name] == {BF16} for name in outer)
-
     @pytest.mark.parametrize("build", [tiny_models.t5, tiny_models.llama, tiny_models.gemma3])
     @pytest.mark.parametrize("attribute", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
     @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hf_lowprec.casting import cast_model, return_float32, uncast_model
+from hf_lowprec.casting import cast_model, uncast_model
 from tests.support.models import tiny_models
 from tests.support.models.diffusion_models import Converting, DiT, Preconditioned, UNet
 from tests.support.models.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
@@ -50,20 +50,6 @@ class TestTokenCounts:
         assert any(p.grad.any() for p in model.parameters()) and all(
             p.grad.isfinite().all() for p in model.parameters()
         )
-
-    def test_gradients_of_a_language_model(self) -> None:
-        model, batch = tiny_models.llama()
-        cast_model(model)
-        found = []
-        # 257 rounds to 256, a power of two, which moves gradients by 1/256 and nothing else.
-        for count in (257.0, 256.0):
-            model.zero_grad()
-            model(**batch, num_items_in_batch=torch.tensor(count)).loss.backward()
-            found.append(torch.cat([p.grad.double().view(-1) for p in model.parameters()]))
-        ours, theirs = found
-        # Projected on the other the roundings of tens of thousands of elements cancel: 2^-8 / 100.
-        scale = (ours @ theirs / (theirs @ theirs)).item()
-        assert abs(scale - 256 / 257) < UNIT / 8
 
 
 def same(passed: Tensor, value: Tensor) -> bool:
@@ -168,27 +154,6 @@ def test_weights_of_labels_by_name() -> None:
     model, weights = Labelled(), IN_LOSSES["class_weights"]
     cast_model(model)
     loss = model(torch.randn(4, 4), LABELS, weights)
-    loss.backward()
-    assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
-
-
-def test_weights_of_a_loss_in_a_part_that_returned_float32_on_its_own() -> None:
-    class Around(nn.Module):
-        def __init__(self, part: nn.Module) -> None:
-            super().__init__()
-            self.part, self.head = part, nn.Linear(4, 1)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            loss, _ = self.part(x, labels, IN_LOSSES["class_weights"])
-            return loss + self.head(x).mean()
-
-    part, x = Classifier(), torch.randn(4, 4)
-    cast_model(part)
-    return_float32(part)
-    part(x, LABELS, IN_LOSSES["class_weights"])
-    model = Around(part)
-    cast_model(model)
-    loss = model(x, LABELS)
     loss.backward()
     assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
 

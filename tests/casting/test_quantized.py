@@ -68,20 +68,6 @@ class TestAlongsideQuantizedData:
         assert model[0].scales.dtype == FP32
         assert model(torch.ones(1, 8)).dtype == BF16
 
-    def test_counters_and_masks_are_not_quantized(self) -> None:
-        model = nn.Linear(8, 8)
-        model.register_buffer("index", torch.arange(8))
-        model.register_buffer("mask", torch.ones(8, dtype=torch.bool))
-        model.register_buffer("table", torch.ones(8))
-        cast_model(model)
-        assert dtypes(model) == {
-            "weight": BF16,
-            "bias": BF16,
-            "table": BF16,
-            "index": torch.int64,
-            "mask": torch.bool,
-        }
-
     def test_a_module_with_a_plain_weight_is_not_quantized(self) -> None:
         model = nn.Linear(8, 8)
         model.register_buffer("amax_history", torch.ones(4, dtype=torch.uint8))

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting import cast_model
-from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP16, FP32
 
 ROUNDED = torch.tensor([1.0, 1001.0, 3.3])
@@ -79,11 +78,6 @@ def test_are_named_with_what_keeps_them(name: str, tensor: Tensor, dtype: torch.
 )
 def test_nothing_is_said_where_nothing_is_lost(name: str, tensor: Tensor) -> None:
     assert cast_model(Scaled(name, tensor)).warnings == ()
-
-
-@pytest.mark.parametrize("build", ["llama", "bert", "gpt2", "opt", "t5", "vit"])
-def test_nor_about_common_models(build: str) -> None:
-    assert cast_model(getattr(tiny_models, build)()[0]).warnings == ()
 
 
 def test_numbers_without_values_are_named_before_they_get_them() -> None:

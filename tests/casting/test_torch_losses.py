@@ -3,15 +3,12 @@
 import copy
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import CrossEntropyLoss
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -156,22 +153,6 @@ def test_torch_export() -> None:
     model = build(Built)
     exported = torch.export.export(model, (X,)).module()
     assert torch.equal(exported(X)[0], model(X)[0])
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard])
-def test_in_wrappers(process_group: None, wrap: Callable[[nn.Module], Any]) -> None:
-    model = build(BuiltWithWeights)
-    expected = copy.deepcopy(model)(X)[0]
-    loss = wrap(model)(X)[0]
-    loss.backward()
-    assert torch.equal(loss, expected) and loss.dtype == FP32
 
 
 class Checkpointed(Net):

@@ -1,0 +1,46 @@
+"""Modules with parametrized weights: weight norm and spectral norm."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from hf_lowprec.casting import cast_model
+from tests.support.models.inspection import BF16, FP32, bits, fp32_names
+
+UNIT = 2.0**-8  # rounding to BF16 errs by at most this much of the value
+
+
+@pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 6), lambda: nn.Conv1d(6, 6, 3, padding=1)])
+def test_parametrized_weights(parametrize: Any, make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = parametrize(make()).eval()
+    model = nn.Sequential(module, nn.LayerNorm(6))
+    x = torch.randn(2, 6, 6)
+    exact = copy.deepcopy(model)(x)
+    names = set(bits(model))
+    cast_model(model)
+    assert set(bits(model)) == names
+    # A spectral norm's power iteration is a norm, and goes on in FP32.
+    assert {name for name in fp32_names(model) if not name.endswith(("._u", "._v"))} == {"1.weight", "1.bias"}
+    out = model(x)
+    out.sum().backward()
+    # The weight is a quotient of products and norms of rounded numbers, about five roundings; the sums have six to 18
+    # terms, and the norm divides by a deviation that is not much smaller than the values.
+    assert out.dtype == BF16 and (out - exact).abs().max() <= 8 * UNIT * exact.abs().max()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in module.parameters())
+
+
+def test_parametrization_kept_in_float32() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6))
+    exact = bits(model)
+    report = cast_model(model, keep_fp32="0")
+    assert "0" in report.boundaries
+    assert all(value.dtype == FP32 for name, value in bits(model).items() if name.startswith("0."))
+    assert torch.equal(bits(model)["0.parametrizations.weight.original1"], exact["0.parametrizations.weight.original1"])
+    assert model(torch.randn(2, 6)).dtype == BF16
