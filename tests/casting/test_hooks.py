@@ -1,6 +1,6 @@
 """What passes into and out of a module that stays in FP32."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
@@ -50,10 +50,11 @@ def test_outputs_next_to_a_loss_that_is_differentiated_are_upcast_on_request_onl
         lambda x: (x, [x, x], None),
         lambda x: [x, {"a": x}],
         lambda x: OrderedDict(a=x, b=(x, "text")),
+        lambda x: defaultdict(list, a=x),
         lambda x: Pair(x, torch.arange(3)),
         lambda x: BaseModelOutput(last_hidden_state=x, hidden_states=(x, x)),
     ],
-    ids=["tuple", "list", "dict", "namedtuple", "ModelOutput"],
+    ids=["tuple", "list", "dict", "defaultdict", "namedtuple", "ModelOutput"],
 )
 def test_output_structures(make: Any) -> None:
     model = Returns(make)

@@ -1,7 +1,6 @@
 """FP32 tensors handed to a cast model: rounded where they enter it, unless a loss is measured against them."""
 
 import copy
-from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
@@ -15,12 +14,9 @@ from tests.support.models.inspection import (
     BF16,
     FP16,
     FP32,
-    assert_downcast,
     gradient_dtypes,
     hook_counts,
 )
-
-Pair = namedtuple("Pair", ["first", "second"])
 
 exact_labels = pytest.mark.skipif(not losses_mix_dtypes(), reason="this torch's losses do not mix formats")
 
@@ -133,27 +129,6 @@ class TestPlain:
             model(value, None, value, pixels=value)
             got, _, (more,), named = model.got
             assert got is more is named["pixels"] is value
-
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda x: (x, [x, x], None),
-            lambda x: [x, {"a": x}],
-            lambda x: OrderedDict(a=x, b=(x, "text")),
-            lambda x: Pair(x, torch.arange(3)),
-            lambda x: defaultdict(list, a=x),
-            lambda x: transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(x, x)),
-        ],
-        ids=["tuple", "list", "dict", "namedtuple", "defaultdict", "ModelOutput"],
-    )
-    def test_nested(self, make: Any) -> None:
-        model = Spy()
-        cast_model(model)
-        given = make(torch.randn(3, 2))
-
-        model(given, pixels=given)
-        assert_downcast(model.got[0], given)
-        assert_downcast(model.got[3]["pixels"], given)
 
 
 class TestWhere:
