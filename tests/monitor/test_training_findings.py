@@ -83,11 +83,6 @@ def test_a_stock_optimizer_on_bf16_weights():
     assert "cast_model, which keeps norms in FP32" in norms.message
 
 
-def test_other_algorithms_are_told_of_their_own_counterpart():
-    findings = train(model_of(torch.bfloat16), lambda p: torch.optim.SGD(p, lr=1e-5), steps=1, every=1)
-    assert "optim='sgd_bf16_split' or hf_lowprec.SGD with rounding='split'" in only(findings, "updates_lost").message
-
-
 STOCK = {
     "AdamW": (torch.optim.AdamW, 1e-5, 1e-3),
     "fused": (lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True), 1e-5, 1e-3),
@@ -142,13 +137,6 @@ def test_how_other_libraries_round_is_seen_in_which_weights_move(lr):
 def test_a_learning_rate_of_zero_loses_nothing(cls, dtype):
     """The first step of a warm-up, of updates that are known and of unknown ones."""
     assert train(model_of(dtype), lambda p: cls(p, lr=0.0), steps=1, every=1) == []
-
-
-def test_rounding_to_nearest_says_so():
-    findings = train(model_of(None), adamw(1e-6, rounding="nearest"), steps=1, every=1)
-    finding = only(findings, "updates_lost")
-    assert "rounding='nearest', learning rate 1e-06" in finding.message
-    assert finding.message.endswith("Use rounding='split', which stores all of them.")
 
 
 def test_fp16_weights_are_not_told_of_split_weights():
@@ -290,12 +278,6 @@ def test_a_head_added_after_the_cast():
     model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
     finding = only(train(model, adamw()), "left_in_fp32")
     assert finding.tensors == ("lm_head.weight",)
-
-
-def test_a_head_kept_in_fp32_on_request():
-    model = llama()
-    hf_lowprec.cast_model(model, keep_fp32=["lm_head"])
-    assert train(model, adamw(), steps=12) == []
 
 
 def train_on_a_bad_batch(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list, list]:
