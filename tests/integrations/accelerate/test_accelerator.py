@@ -5,7 +5,6 @@ import copy
 import inspect
 import math
 import pickle
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -29,12 +28,8 @@ from transformers import Trainer
 import hf_lowprec
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.reduction.fsdp2 import check_nccl
-from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding.low_bits import low_bits
-from tests.support.optim.simulated_copies import simulate_device
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 
@@ -58,44 +53,61 @@ def fsdp(**settings) -> Accelerator:
     return built
 
 
-@pytest.mark.parametrize(
-    ("kind", "setting"),
-    [
-        ("MEGATRON_LM", "MegatronLMPlugin"),
-        ("XLA", "distributed_type=XLA"),
-        ("MULTI_NPU", "distributed_type=MULTI_NPU"),
-    ],
-)
-def test_what_reduces_by_itself_is_refused(kind, setting):
-    words = rf"distributed_type={kind}.*remove {setting}.* and use DDP .*or FSDP2 .*--fsdp_version 2"
-    with pytest.raises(ValueError, match=words):
-        hf_lowprec.prepare_accelerator(accelerator(DistributedType[kind]))
+def changed(built: Accelerator, **state) -> Accelerator:
+    """The accelerator with other attributes of its state."""
+    for name, value in state.items():
+        setattr(built.state, name, value)
+    return built
 
 
-def test_fsdp1_is_refused_with_the_flag_to_change():
-    with pytest.raises(ValueError, match=r"FSDP1.*fsdp_version: 2.*--fsdp_version 2"):
-        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=1))
+def synchronizing() -> Accelerator:
+    return accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=True))
 
 
-def test_a_policy_of_the_users_is_refused():
-    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="mixed_precision_policy"):
-        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2, mixed_precision_policy=policy))
+def communicating(hook: str) -> Accelerator:
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook])
+    return accelerator(kwargs_handlers=[handler])
 
 
-@pytest.mark.parametrize("kind", ["NO", "MULTI_GPU"])
-def test_sums_by_nccl_are_refused_without_fsdp2(kind):
-    with pytest.raises(ValueError, match=rf"reduction='nccl' .*distributed_type={kind}; use FSDP2 .*'rank_order'"):
-        hf_lowprec.prepare_accelerator(accelerator(DistributedType[kind]), reduction="nccl")
+POLICY = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+HSDP = {"dp_replicate_size": 2, "dp_shard_size": 2}
+DDP_OR_FSDP2 = r"use DDP .*or FSDP2 .*--fsdp_version 2"
+BY_NCCL, FP32_SUMS = {"reduction": "nccl"}, {"grad_accumulation": "fp32"}
+REFUSED = [
+    # an accelerator, the arguments of prepare_accelerator, and words of the message
+    (lambda: accelerator(DistributedType.MEGATRON_LM), {}, rf"=MEGATRON_LM.*remove MegatronLMPlugin.* {DDP_OR_FSDP2}"),
+    (lambda: accelerator(DistributedType.XLA), {}, rf"=XLA.*remove distributed_type=XLA.* {DDP_OR_FSDP2}"),
+    (lambda: accelerator(DistributedType.MULTI_NPU), {}, rf"remove distributed_type=MULTI_NPU.* {DDP_OR_FSDP2}"),
+    (lambda: fsdp(fsdp_version=1), {}, r"FSDP1.*fsdp_version: 2.*--fsdp_version 2"),
+    (lambda: fsdp(fsdp_version=2, mixed_precision_policy=POLICY), {}, "mixed_precision_policy"),
+    (accelerator, BY_NCCL, r"'nccl' .*distributed_type=NO; use FSDP2 .*'rank_order'"),
+    (lambda: accelerator(DistributedType.MULTI_GPU), BY_NCCL, r"'nccl' .*=MULTI_GPU; use FSDP2 .*'rank_order'"),
+    (lambda: fsdp(fsdp_version=2), BY_NCCL | FP32_SUMS, r"impossible with grad_accumulation='fp32'.*'rank_order'"),
+    (
+        lambda: changed(fsdp(fsdp_version=2), parallelism_config=ParallelismConfig(**HSDP)),
+        BY_NCCL,
+        r"'nccl' is impossible with dp_replicate_size > 1 \(HSDP\).*'rank_order'",
+    ),
+    (lambda: changed(accelerator(DistributedType.MULTI_GPU), parallelism_config=SimpleNamespace(cp_size=2)), {},
+     r"ParallelismConfig\(cp_size=2\).*need FSDP2"),
+    (lambda: changed(accelerator(DistributedType.MULTI_GPU), parallelism_config=SimpleNamespace(sp_size=2)), {},
+     r"ParallelismConfig\(sp_size=2\).*dp_shard_size"),
+    (lambda: communicating("BF16"), {}, "comm_hook='bf16'.*remove it"),
+    (lambda: communicating("POWER_SGD"), {}, "comm_hook='power_sgd'.*remove it"),
+    (lambda: changed(accelerator(), _mixed_precision="fp16"), {}, "mixed_precision='fp16'"),
+    (synchronizing, FP32_SUMS, "sync_each_batch=True"),
+    (accelerator, {"grad_accumulation": "exact"}, "'exact' is unknown; valid are 'nearest', 'fp32'"),
+]  # fmt: skip
 
 
-def test_sums_by_nccl_are_refused_where_fsdp2_would_send_fp32():
-    built = fsdp(fsdp_version=2)
-    with pytest.raises(ValueError, match=r"'nccl' is impossible with grad_accumulation='fp32'.*'rank_order'"):
-        hf_lowprec.prepare_accelerator(built, "fp32", "nccl")
-    built.state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    with pytest.raises(ValueError, match=r"'nccl' is impossible with dp_replicate_size > 1 \(HSDP\).*'rank_order'"):
-        hf_lowprec.prepare_accelerator(built, reduction="nccl")
+@pytest.mark.parametrize(("build", "options", "message"), REFUSED)
+def test_what_cannot_be_reduced_as_asked_is_refused(build, options, message):
+    with pytest.raises(ValueError, match=message):
+        hf_lowprec.prepare_accelerator(build(), **options)
+
+
+def test_synchronizing_every_micro_batch_is_possible_where_it_rounds_no_more_than_sums_do():
+    hf_lowprec.prepare_accelerator(synchronizing())
 
 
 def test_sums_by_nccl_are_refused_without_nccl(two_fake_ranks, monkeypatch):
@@ -106,12 +118,6 @@ def test_sums_by_nccl_are_refused_without_nccl(two_fake_ranks, monkeypatch):
     monkeypatch.delattr(FSDPModule, "set_symm_mem_for_comm")
     with pytest.raises(ValueError, match=r"FSDP2 of torch 2\..*'rank_order'"):
         check_nccl("cuda")
-
-
-def test_the_report_says_who_sums():
-    for reduction, words in (("rank_order", "FP32 sums over 8"), ("nccl", "FP32 sums by NCCL over 8")):
-        status = ReductionStatus("nearest", reduction, [ReducedModel("FSDP2", 8, ScratchBuffers())])
-        assert str(status) == f"FSDP2: {words} ranks, 16-bit gradients on the wire"
 
 
 def test_tensor_parallelism_of_accelerate_is_refused():
@@ -130,41 +136,6 @@ def test_pipelines_of_models_sharded_at_load_are_refused():
     hf_lowprec.prepare_accelerator(built)
     with pytest.raises(ValueError, match=r"DistributedConfig\(pp_size=2\): pipeline"):
         built.prepare(model)
-
-
-@pytest.mark.parametrize(("size", "way_out"), [("cp_size", "need FSDP2"), ("sp_size", "dp_shard_size")])
-def test_other_parallelism_is_refused(size, way_out):
-    built = accelerator(DistributedType.MULTI_GPU)
-    built.state.parallelism_config = SimpleNamespace(**{size: 2})
-    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*{way_out}"):
-        hf_lowprec.prepare_accelerator(built)
-    assert size == "sp_size" or hasattr(ParallelismConfig(), size)  # accelerate 1.11 has no `sp_size`
-
-
-@pytest.mark.parametrize("hook", ["BF16", "POWER_SGD"])
-def test_another_communication_hook_is_refused(hook):
-    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook])
-    with pytest.raises(ValueError, match=f"comm_hook='{hook.lower()}'.*remove it"):
-        hf_lowprec.prepare_accelerator(accelerator(kwargs_handlers=[handler]))
-
-
-def test_fp16_autocast_is_refused():
-    built = accelerator()
-    built.state._mixed_precision = "fp16"
-    with pytest.raises(ValueError, match="mixed_precision='fp16'"):
-        hf_lowprec.prepare_accelerator(built)
-
-
-def test_synchronizing_every_micro_batch_is_refused_where_it_would_round():
-    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
-    with pytest.raises(ValueError, match=r"sync_each_batch=True"):
-        hf_lowprec.prepare_accelerator(accelerator(gradient_accumulation_plugin=plugin), grad_accumulation="fp32")
-    hf_lowprec.prepare_accelerator(accelerator(gradient_accumulation_plugin=plugin))
-
-
-def test_an_unknown_mode_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="grad_accumulation='exact' is unknown; valid are 'nearest', 'fp32'"):
-        hf_lowprec.prepare_accelerator(accelerator(), grad_accumulation="exact")
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path):
@@ -402,20 +373,6 @@ def with_a_model(built: Accelerator) -> Accelerator:
     return built
 
 
-COPIES = [lambda built: pickle.loads(pickle.dumps(built)), copy.deepcopy]
-
-
-@pytest.mark.parametrize("make", [stock, lowprec])
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("copied", COPIES)
-def test_an_accelerator_pickles_as_accelerates_own_does(make, prepared, copied):
-    built = with_a_model(make()) if prepared else make()
-    found = copied(built)
-    assert type(found) is Accelerator
-    assert len(private_apis.prepared_models(found)) == prepared
-    assert (found is built) == (copied is copy.deepcopy)  # accelerate's own copies are the accelerator itself
-
-
 @pytest.mark.parametrize("also", [False, True])
 def test_what_was_prepared_is_in_force_after_unpickling(also):
     """On the copy's own models, and not on those of the accelerator that it is a copy of."""
@@ -443,14 +400,6 @@ def test_what_was_prepared_is_in_force_after_unpickling(also):
     assert found.prepare_model(model) is model
     assert len(reduction.accumulators) == 1  # the copy knows what it has prepared
     assert inspect.signature(found.prepare_model) == inspect.signature(stock().prepare_model)
-
-
-def test_a_method_pickles_without_its_accelerator_being_named():
-    built = with_a_model(lowprec())
-    found = pickle.loads(pickle.dumps(built.prepare_model))
-    model = torch.nn.Linear(2, 2)
-    assert found(model) is model
-    assert len(private_apis.prepared_models(built)) == 1
 
 
 def test_a_trainers_accelerator_pickles(tmp_path):
@@ -499,34 +448,6 @@ def test_micro_batches_that_are_clipped_one_by_one_follow_accelerates_own_loop()
     # Two norms of 72 numbers a step, two factors; weights of up to 1.
     for mine, other in zip(*trained, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=2 * 80 * 2**-24)
-
-
-@pytest.mark.parametrize("prepared", [True, False])
-def test_gradients_on_the_host_are_clipped_as_those_on_the_device(monkeypatch, prepared):
-    """Without `prepare_accelerator`, accelerate scales gradients itself, which the step notices."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 30)
-    simulate_device(monkeypatch)
-    trained = []
-    for options in ({}, {"offload_states": True, "offload_gradients": True}):
-        built = Accelerator(cpu=True, gradient_accumulation_steps=3)
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).bfloat16()
-        if prepared:
-            hf_lowprec.prepare_accelerator(built)
-        optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1, rounding="split", **options)
-        model, optimizer = built.prepare(model, optimizer)
-        with nullcontext() if prepared or not options else pytest.raises(RuntimeError, match="offload_gradients=True"):
-            for step in range(7):
-                with built.accumulate(model):
-                    built.backward(model(torch.full((2, 8), 1.0 + step).bfloat16()).float().square().sum())
-                    if built.sync_gradients:
-                        trained.append(built.clip_grad_norm_(model.parameters(), 0.5))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        trained += list(model.parameters())
-    if prepared:
-        half = len(trained) // 2
-        assert all(map(torch.equal, trained[:half], trained[half:])) and half == 2 + 4
 
 
 def test_the_private_names_are_where_they_were():
