@@ -11,14 +11,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertModel,
-    BertPreTrainedModel,
-    CLIPConfig,
-    CLIPModel,
     Trainer,
 )
 
@@ -70,39 +63,6 @@ def test_a_loop_gets_what_trainer_gets(tmp_path, name):
     assert not torch.equal(outputs.loss, outputs.loss.to(BF16).float()), "a loss of eight bits"
 
 
-def test_an_evaluation_in_numpy():
-    """A loop of the shape of transformers' `run_qa_no_trainer.py`."""
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model = BertForQuestionAnswering(BertConfig(vocab_size=64, **size))
-    rows = [{"input_ids": torch.arange(k, k + 8), "start_positions": k % 8, "end_positions": 7} for k in range(10)]
-    accelerator = Accelerator(cpu=True)
-    hf_lowprec.cast_model(model)
-    hf_lowprec.prepare_accelerator(accelerator)
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-3)
-    questions = [{"input_ids": row["input_ids"]} for row in rows]
-    model, optimizer, loader, evaluation = accelerator.prepare(
-        model, optimizer, DataLoader(rows, batch_size=4), DataLoader(questions, batch_size=4)
-    )
-    found = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    assert not all(torch.equal(loss, loss.to(BF16).float()) for loss in found)
-    model.eval()
-    starts = []
-    for batch in evaluation:
-        with torch.no_grad():
-            outputs = model(**batch)
-        logits = accelerator.pad_across_processes(outputs.start_logits, dim=1, pad_index=-100)
-        starts.append(accelerator.gather_for_metrics(logits).cpu().numpy())
-    assert [part.shape for part in starts] == [(4, 8), (4, 8), (2, 8)]
-    assert {str(part.dtype) for part in starts} == {"float32"}
-
-
 def test_outputs_next_to_a_loss_are_fp32_in_a_loop():
     """As under accelerate's mixed precision: training accuracy and losses of the loop's own are made of them."""
     model, batch = tiny_models.ARCHITECTURES["llama"].build()
@@ -138,92 +98,6 @@ def test_trainers_own_compute_loss_has_no_copies(tmp_path, trainer_class):
     trainer = trainer_class(model, arguments(tmp_path, optim="adamw_bf16_kahan"), train_dataset=[{}])
     loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
     assert (loss.dtype, outputs.logits.dtype) == (FP32, BF16)
-
-
-class OwnHead(BertPreTrainedModel):
-    """A head whose class is the user's, with the loss in `forward`."""
-
-    def __init__(self, config, weight=None):
-        super().__init__(config)
-        self.bert, self.classifier, self.class_weight = BertModel(config), nn.Linear(32, 3), weight
-        self.post_init()
-
-    def forward(self, input_ids, labels):
-        logits = self.classifier(self.bert(input_ids)[1])
-        return {"loss": cross_entropy(logits, labels, self.class_weight), "logits": logits}
-
-
-class PlainHead(nn.Module):
-    """The same without transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Embedding(64, 32), nn.Linear(32, 3)
-
-    def forward(self, input_ids, labels):
-        logits = self.head(self.body(input_ids).mean(1))
-        return {"loss": nn.CrossEntropyLoss()(logits, labels), "logits": logits}
-
-
-class Multiplied(nn.Module):
-    """Goes on computing with what its last child returns and a 16-bit weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.norm = nn.Embedding(64, 32), nn.Linear(32, 32)
-
-    def forward(self, input_ids, labels):
-        logits = self.norm(self.body(input_ids).mean(1)) @ self.body.weight.T
-        return {"loss": nn.CrossEntropyLoss()(logits, labels), "logits": logits}
-
-
-BERT = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-HEADS = {
-    "of transformers' base class": lambda: OwnHead(BERT),
-    "with weights of classes": lambda: OwnHead(BERT, torch.tensor([1.0, 2.7, 0.3])),
-    "a plain module": PlainHead,
-}
-
-
-@pytest.mark.parametrize("made", HEADS)
-def test_a_model_of_ones_own_that_computes_its_loss_computes_it_in_fp32(made):
-    torch.manual_seed(0)
-    model = HEADS[made]().eval()
-    batch = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.tensor([0, 1, 2, 0])}
-    _, model = prepared(model)
-    outputs = model(**batch)
-    weight = getattr(model, "class_weight", None)
-    logits = outputs["logits"].detach()
-    assert torch.equal(logits, logits.to(BF16).float())
-    exact = cross_entropy(logits.double(), batch["labels"], None if weight is None else weight.double())
-    # A sum of four logarithms in FP32, a few roundings of 2^-24 each; one in BF16 is off by up to 2^-9.
-    assert outputs["loss"].item() == pytest.approx(exact.item(), rel=1e-6)
-    outputs["loss"].backward()
-
-
-def test_a_contrastive_loss_is_computed_in_fp32():
-    """CLIP's is in a function that `forward` calls, on a product of two projections."""
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**size, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 63}
-    vision = {**size, "image_size": 8, "patch_size": 4}
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
-    _, model = prepared(model)
-    batch = {"input_ids": torch.randint(2, 63, (4, 6)), "pixel_values": torch.rand(4, 3, 8, 8)}
-    outputs = model(**batch, return_loss=True)
-    logits, matching = outputs.logits_per_text.detach().double(), torch.arange(4)
-    exact = (cross_entropy(logits, matching) + cross_entropy(logits.t(), matching)) / 2
-    # Sums of a few logarithms in FP32; a loss in BF16 is off by up to 2^-9.
-    assert outputs.loss.item() == pytest.approx(exact.item(), rel=1e-6)
-    assert not torch.equal(outputs.logits_per_text, outputs.logits_per_text.to(BF16).float())
-    outputs.loss.backward()
-
-
-def test_a_model_that_multiplies_with_weights_itself_is_left_alone():
-    _, model = prepared(Multiplied())
-    outputs = model(torch.arange(32).view(4, 8), labels=torch.tensor([0, 1, 2, 0]))
-    outputs["loss"].backward()
-    assert outputs["logits"].dtype == FP32
 
 
 def test_caches_stay_and_generation_gives_the_same_tokens():
@@ -326,42 +200,6 @@ def test_a_model_inside_another_and_several_at_once():
     assert model(**tokens).logits.dtype == FP32
 
 
-class Scorer(nn.Module):
-    """Computes with the predictions of a model that computes its loss itself."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.head = model, nn.Linear(model.config.num_labels, 1)
-
-    def forward(self, **batch):
-        return self.head(self.model(**batch).logits)
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["as a whole", "with a model that was cast on its own"])
-def test_predictions_that_the_model_around_computes_with(before):
-    model, batch = tiny_models.bert()
-    if before:
-        hf_lowprec.cast_model(model)
-        hf_lowprec.return_float32(model)
-    scorer = Scorer(model)
-    hf_lowprec.cast_model(scorer)
-    assert scorer(**batch).dtype == model(**batch).logits.dtype == BF16
-    hf_lowprec.return_float32(scorer)
-    scores = scorer(**batch)
-    assert scores.dtype == FP32
-    scores.sum().backward()
-    assert scorer.head.weight.grad is not None and model.classifier.weight.grad is not None
-
-
-def test_a_part_of_a_cast_model():
-    model, batch = tiny_models.bert()
-    hf_lowprec.cast_model(model)
-    accelerator = Accelerator(cpu=True)
-    hf_lowprec.prepare_accelerator(accelerator)
-    encoder = accelerator.prepare(model.bert)
-    assert encoder(batch["input_ids"]).last_hidden_state.dtype == FP32
-
-
 def test_models_to_evaluate_and_models_that_nobody_has_cast():
     (teacher, batch), (other, _) = tiny_models.llama(), tiny_models.llama()
     hf_lowprec.cast_model(teacher)
@@ -371,16 +209,6 @@ def test_models_to_evaluate_and_models_that_nobody_has_cast():
     assert accelerator.prepare_model(teacher, evaluation_mode=True)(**tokens).logits.dtype == FP32
     # 16 bits by the user's own word, and only by that.
     assert accelerator.prepare_model(other.to(BF16))(**tokens).logits.dtype == BF16
-
-
-def test_a_model_that_was_prepared_before_the_accelerator():
-    """With one process there is nothing to wrap, and so nothing to refuse."""
-    model, batch = tiny_models.bert()
-    hf_lowprec.cast_model(model)
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(model)
-    hf_lowprec.prepare_accelerator(accelerator)
-    assert model(**batch).loss.dtype == FP32
 
 
 def test_one_call_for_a_loop_without_accelerate():

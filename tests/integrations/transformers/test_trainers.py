@@ -7,8 +7,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     GenerationConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -25,7 +23,6 @@ from tests.support.training.tiny_trainer import (
     assert_pure_bf16,
     counting_data,
     llama,
-    losses,
     optimizer_of,
     trained,
 )
@@ -117,31 +114,6 @@ def test_subclasses_with_their_own_optimizer_and_loss(tmp_path, trainer_cls):
     assert groups[0] == groups[1]
     if trainer_cls is AddsToSuper:
         assert trainer.temperature.item() == pytest.approx(reference.temperature.item(), rel=0.005)
-
-
-def test_outputs_are_fp32_where_a_loss_is_yet_to_be_computed(tmp_path):
-    trainer = Trainer(model=llama(), args=arguments(tmp_path, optim="adamw_bf16_sr"), train_dataset=counting_data())
-    tokens = counting_data(2)[0]["input_ids"][None]
-    outside = trainer.model(input_ids=tokens, use_cache=True)
-    assert outside.logits.dtype == torch.float32
-    assert torch.equal(outside.logits, outside.logits.to(torch.bfloat16).float()), "widened, not computed otherwise"
-    assert outside.past_key_values.layers[0].keys.dtype == torch.bfloat16
-    assert trainer.model(input_ids=tokens, labels=tokens).logits.dtype == torch.bfloat16
-
-
-def test_a_model_that_computes_its_loss_itself_computes_it_in_fp32(tmp_path):
-    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model = BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=3, **size))
-    rows = [{"input_ids": row["input_ids"], "labels": k % 3} for k, row in enumerate(counting_data(16))]
-    args = arguments(tmp_path, optim="adamw_bf16_kahan", learning_rate=1e-3, max_steps=2, logging_steps=1)
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8])
-    trainer.train()
-    found = torch.tensor([*losses(trainer), trainer.evaluate()["eval_loss"]])
-    assert not torch.equal(found, found.bfloat16().float()), "losses of eight bits"
-    predicted = trainer.predict(rows[:8])
-    exact = nn.functional.cross_entropy(torch.tensor(predicted.predictions), torch.tensor(predicted.label_ids))
-    assert predicted.metrics["test_loss"] == exact.item()
-    assert {param.dtype for param in model.classifier.parameters()} == {torch.bfloat16}
 
 
 class BuildsTorchs(Halved):
