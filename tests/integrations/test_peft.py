@@ -2,7 +2,6 @@
 
 import copy
 import json
-import statistics
 
 import pytest
 import torch
@@ -69,20 +68,6 @@ def test_adapters_learn_as_in_fp32(tmp_path, method, name, base):
     assert all(("lost_updates" in keys) == ("loss" in keys) for keys in logged)
 
 
-@pytest.mark.every_case
-def test_the_loss_lies_within_the_noise_of_seeds(tmp_path):
-    """Adapters that begin elsewhere end elsewhere; BF16 changes the final loss by less than a tenth of that."""
-
-    def final(seed, optim):
-        return losses(trained(tmp_path, model=adapted("all_linear", seed=seed), optim=optim))[-1]
-
-    theirs = [final(seed, "adamw_torch") for seed in range(4)]
-    noise = statistics.stdev(theirs)
-    for name in ("adamw_bf16_kahan", "adamw_bf16_sr"):
-        differences = [final(seed, name) - loss for seed, loss in enumerate(theirs)]
-        assert max(map(abs, differences)) < 0.1 * noise, (differences, theirs)
-
-
 class TestFP32Adapters:
     """`keep_fp32=lora_*`: adapters in plain FP32 AdamW on a BF16 base, whatever the base came in."""
 
@@ -106,25 +91,6 @@ class TestFP32Adapters:
         assert all("lost_updates" not in entry for entry in trainer.state.log_history)
         assert "NaN" not in json.dumps(trainer.state.log_history)
         assert "compensation" not in capsys.readouterr().out
-
-    def test_the_step_is_torchs_in_fp32(self):
-        model = adapted("dora")
-        hf_lowprec.cast_model(model, keep_fp32="lora_*")
-        _, batch = tiny_models.llama()
-        twin = copy.deepcopy(model)
-        ours = hf_lowprec.AdamW(adapters(model).values(), lr=1e-2, weight_decay=0.1)
-        theirs = torch.optim.AdamW(adapters(twin).values(), lr=1e-2, weight_decay=0.1)
-        for _ in range(3):
-            ours.zero_grad()
-            model(**batch).loss.backward()
-            for mine, other in zip(adapters(model).values(), adapters(twin).values(), strict=True):
-                assert mine.grad.dtype == FP32
-                other.grad = mine.grad.clone()
-            ours.step()
-            theirs.step()
-        for mine, other in zip(adapters(model).values(), adapters(twin).values(), strict=True):
-            # A handful of FP32 roundings per step, of 2^-24 each, of the weight or of the step of 1e-2.
-            assert torch.allclose(mine, other, rtol=3 * 6 * 2**-24, atol=3 * 6 * 2**-24 * 1e-2)
 
 
 class TestDtypesInsidePeft:
@@ -238,19 +204,6 @@ class TestSeveralAdapters:
         assert {p.grad.dtype for p in adapters(model).values()} == {expected}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_no_bit(tmp_path, reentrant):
-    def run(**settings):
-        model = adapted("dora")
-        model.enable_input_require_grads()
-        return trained(tmp_path, model=model, optim="adamw_bf16_kahan", max_steps=3, **settings).model
-
-    plain = run()
-    again = run(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    for (name, one), two in zip(plain.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, two), name
-
-
 @pytest.mark.parametrize("keep", [(), ("lora_*",)])
 @pytest.mark.parametrize("dora", [False, True])
 def test_convolutions(keep, dora):
@@ -288,25 +241,3 @@ def test_convolutions(keep, dora):
     assert theirs[-1] < theirs[0] - 0.4
     # The loss of two images, falling steeply: 20 BF16 roundings in depth, of a logit of size 3.
     assert max(abs(one - two) for one, two in zip(ours, theirs, strict=True)) < 20**0.5 * 2**-9 * 3
-
-
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
-def test_a_plain_loop(rounding):
-    """All parameters may be handed over: frozen ones are not stepped."""
-    _, batch = tiny_models.llama()
-    start = trainable(adapted("saved_both"))
-
-    def run(model, optimizer):
-        for _ in range(8):
-            optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
-        return moved(model, start)
-
-    reference, model = adapted("saved_both"), adapted("saved_both", BF16)
-    way = run(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2))
-    hf_lowprec.cast_model(model)
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding)
-    ours = run(model, optimizer)
-    assert 0.95 < (ours @ way) / (way @ way) < 1.05
-    assert len(optimizer.state) == len(adapters(model))

@@ -28,9 +28,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.training_args import OptimizerNames
 
-import hf_lowprec
 from hf_lowprec.integrations.accelerate import private_apis as accelerate_apis
 from hf_lowprec.integrations.oldest_versions import OLDEST
 from hf_lowprec.integrations.transformers import private_apis
@@ -41,22 +39,6 @@ from tests.support.training.tiny_trainer import arguments, counting_data, llama,
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
 WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/transformers/private_apis.py"
-
-
-def test_trainer_asks_for_an_optimizer_class_where_we_answer():
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="out", optim="adamw_bf16_kahan"))
-    assert cls is hf_lowprec.AdamW
-    assert kwargs["lr"] == 5e-5
-    cls, _ = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="out", optim="adamw_torch"))
-    assert cls is torch.optim.AdamW
-
-
-def test_the_enum_takes_members():
-    for name in hf_lowprec.OPTIMIZER_NAMES:
-        member = OptimizerNames(name)
-        assert member == name
-        assert member is getattr(OptimizerNames, name.upper()), f"enum members are stored elsewhere {WHERE}"
-        assert member in list(OptimizerNames), f"iteration does not see added members {WHERE}"
 
 
 @pytest.mark.parametrize(
@@ -216,10 +198,6 @@ def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
         dist.destroy_process_group()
     assert accelerate_apis.is_sharded_model(model)
     assert accelerate_apis.is_sharded_model(compiled)
-
-
-def test_checkpoints_are_read_by_one_method():
-    assert hasattr(Trainer, private_apis.LOAD_CHECKPOINT), f"Trainer.{private_apis.LOAD_CHECKPOINT} is gone {WHERE}"
 
 
 def test_trainer_keeps_the_arguments_that_the_wrapper_reads():

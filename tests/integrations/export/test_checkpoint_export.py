@@ -83,18 +83,6 @@ def test_adapters(tmp_path, method):
     assert_same_folders(tmp_path / "out", tmp_path / "live")
 
 
-def test_adapters_that_transformers_added_itself(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = llama()
-    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    trainer = trained(tmp_path, model=model, optim="adamw_bf16_kahan", **SAVING)
-    hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "live")
-    assert hf_lowprec.export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "out").refined == 8
-    found, expected = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "live"))
-    assert found.keys() == expected.keys()
-    assert all(tensor.dtype == FP32 and torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
 def test_adapters_that_cannot_be_named_do_not_stop_a_checkpoint(tmp_path, monkeypatch, caplog):
     peft = pytest.importorskip("peft")
     from tests.support.training.peft_adapters import adapted
@@ -158,21 +146,6 @@ def test_states_of_accelerate(tmp_path, name):
     hf_lowprec.save_pretrained(model, optimizer, tmp_path / "live")
     assert hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out").refined > 0
     assert_same_folders(tmp_path / "out", tmp_path / "live")
-
-
-def test_adapters_in_a_state_of_accelerate(tmp_path):
-    pytest.importorskip("peft")
-    from tests.support.training.peft_adapters import adapted
-
-    model, optimizer = accelerate_state(tmp_path / "state", adapted("dora"), rounding="kahan")
-    hf_lowprec.save_pretrained(model, optimizer, tmp_path / "live")
-    assert hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out").refined > 0
-    part = "adapter_model.safetensors"
-    assert (tmp_path / "out" / part).read_bytes() == (tmp_path / "live" / part).read_bytes()
-    configs = [json.loads((tmp_path / folder / "adapter_config.json").read_text()) for folder in ("out", "live")]
-    for config in configs:
-        config["target_modules"].sort()  # PEFT writes a set
-    assert configs[0] == configs[1]
 
 
 def test_two_optimizers_for_one_model(tmp_path):
