@@ -42,22 +42,3 @@ def test_training_continues_from_the_fp32_weights_as_in_one_process(ranks, kinds
 def test_a_second_trainer_under_ddp_begins_where_the_first_training_has_ended(first, second):
     lines = run_ranks("second_trainer.py", 2, first, second).splitlines()
     assert lines.count("the second Trainer has begun where the first has ended") == 2
-
-
-def report(ranks: int, kind: str, *words: str, folder: str) -> dict[str, str]:
-    fixed = "--max_steps 4 --learning_rate 1e-3 --per_device_train_batch_size 2 --optim adamw_bf16_kahan"
-    words = (*fixed.split(), "--output_dir", folder, *words)
-    lines = run_ranks("trainer_ranks.py", ranks, kind, *words).splitlines()
-    found = dict(line.split("=", 1) for line in lines if line.startswith("digest="))
-    return found | {"initial": next(line.strip() for line in lines if "starts with" in line)}
-
-
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
-def test_trainer_starts_with_low_bits_and_resumes_bit_for_bit(tmp_path, kind):
-    """Killed after the checkpoint of step 2, in effect: a new process, whose model comes in FP32 with its low bits."""
-    words = ["--save_strategy", "steps", "--save_steps", "2"]
-    whole = report(2, kind, *words, folder=str(tmp_path))
-    assert "starts with low bits" in whole["initial"]
-    resume = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
-    resumed = report(2, kind, *words, *resume, folder=str(tmp_path / "resumed"))
-    assert resumed["digest"] == whole["digest"]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import tempfile
 
@@ -89,6 +90,7 @@ def test_a_rank_that_is_killed_while_it_saves_loses_nothing_that_was_complete(tm
 def test_resume_is_bit_exact(tmp_path, kind):
     words = ["--optim", "adamw_bf16_kahan", "--save_strategy", "steps", "--save_steps", "3"]
     whole = trained(2, kind, *words, folder=str(tmp_path))
+    assert re.search(r"compensation +starts with low bits", whole["report"])
     shutil.rmtree(tmp_path / "checkpoint-6")
     resumed = trained(2, kind, *words, "--resume_from_checkpoint", str(tmp_path / "checkpoint-3"), folder=str(tmp_path))
     assert resumed["digest"] == whole["digest"]

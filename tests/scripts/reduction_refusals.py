@@ -157,16 +157,6 @@ def check_norms_stay_gathered() -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def check_replicas_agree_with_the_other_definition() -> None:
-    """Two replicas of two shards: not the sum in rank order, which would be another one on these gradients."""
-    model = sharded(BF16, mesh=replicated(), mp_policy=WIDE)
-    differ = 0
-    for param, every in zip(model.parameters(), backward(model, seed=5), strict=True):
-        assert same_bits(param.grad.full_tensor(), mean_of_replicas(every))
-        differ += not same_bits(as_tensor(mean(every)), mean_of_replicas(every))
-    assert differ
-
-
 def check_large_equal_gradients_of_replicas() -> None:
     """The mean of equal ones is exact, also where the sum over all four would overflow FP32."""
     model = sharded(BF16, mesh=replicated(), mp_policy=WIDE)

@@ -112,16 +112,6 @@ def check_several() -> None:
     assert "(2 of " in found, found
 
 
-def check_an_exchange_of_elements() -> None:
-    model, optimizer = trained()
-    if dist.get_rank() == 2:
-        with torch.no_grad():
-            weight = model[0].weight.view(-1)
-            assert weight[3] != weight[40]
-            weight[[3, 40]] = weight[[40, 3]]
-    assert "0.weight on rank 2 differs" in difference(model, optimizer)
-
-
 def check_a_state_that_one_rank_lacks() -> None:
     model, optimizer = trained()
     if dist.get_rank() == 2:

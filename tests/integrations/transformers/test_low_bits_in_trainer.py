@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 import hf_lowprec
 from hf_lowprec import fp32_state_dict
 from hf_lowprec.rounding.low_bits import low_bits
-from tests.support.processes.ranks import run_script
 from tests.support.rounding.kept_low_bits import kept_values
 from tests.support.training.peft_adapters import adapted
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
@@ -91,20 +90,6 @@ def test_resuming_is_bit_exact(tmp_path, capsys):
         assert torch.equal(a, b)
         for name, value in optimizer_of(whole).state[a].items():
             assert torch.equal(value, optimizer_of(resumed).state[b][name]), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_killed_run_starts_again_or_resumes_with_the_same_bits(tmp_path, step):
-    """In the first step after the low bits were used up, or the one after a checkpoint."""
-    run_script("killed_in_step.py", tmp_path / "killed", step, fails=True)
-    settings = {**KAHAN, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
-    checkpoint = tmp_path / "killed" / "checkpoint-2"
-    assert checkpoint.exists() == (step == 3)
-    resumed = trained(tmp_path / "killed", resume=str(checkpoint) if step == 3 else None, **settings)
-    whole = trained(tmp_path / "whole", **settings)
-    estimates = [fp32_state_dict(trainer.model, optimizer_of(trainer)) for trainer in (whole, resumed)]
-    assert all(torch.equal(estimates[0][name], estimates[1][name]) for name in estimates[0])
 
 
 def test_an_optimizer_that_was_passed_decides(tmp_path):
