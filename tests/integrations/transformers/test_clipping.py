@@ -105,9 +105,3 @@ def test_the_count_of_a_resumed_run_goes_on(tmp_path):
 
 def test_nothing_is_said_of_skipped_steps_where_none_can_be(tmp_path):
     assert logged(trained(tmp_path, optim="adamw_bf16_sr"), "skipped_steps") == []
-
-
-@pytest.mark.parametrize("word", ["max_grad_norm=-1", "max_grad_norm=much", "skip_nonfinite=maybe"])
-def test_a_bad_value_is_named_before_anything_is_touched(tmp_path, word):
-    with pytest.raises(ValueError, match=word.split("=")[0]):
-        trained(tmp_path, optim="adamw_bf16_kahan", optim_args=word)

@@ -37,31 +37,6 @@ def dropping_llama():
     return model
 
 
-def ragged_data(rows=64):
-    """Sequences of 6 to 15 tokens."""
-    lengths = [6 + k % 10 for k in range(rows)]
-    return [
-        {name: row[name][:length] for name in ("input_ids", "labels")} | {"length": length}
-        for row, length in zip(counting_data(rows), lengths, strict=True)
-    ]
-
-
-def padded(rows):
-    longest = max(len(row["input_ids"]) for row in rows)
-
-    def column(values, filler):
-        return torch.stack([nn_pad(value, longest, filler) for value in values])
-
-    def nn_pad(value, length, filler):
-        return torch.nn.functional.pad(value, (0, length - len(value)), value=filler)
-
-    return {
-        "input_ids": column([row["input_ids"] for row in rows], 0),
-        "labels": column([row["labels"] for row in rows], -100),
-        "attention_mask": column([torch.ones_like(row["input_ids"]) for row in rows], 0),
-    }
-
-
 SETTINGS = {
     "reentrant": {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "not_reentrant": {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
@@ -77,26 +52,6 @@ def test_settings_of_trainer(tmp_path, setting):
     trainer = trained(tmp_path, optim=OURS, **SETTINGS[setting])
     assert_pure_bf16(trainer.model)
     assert_follows(trainer, reference)
-
-
-def test_attention_in_eager_mode(tmp_path):
-    def run(optim):
-        model = llama()
-        model.set_attn_implementation("eager")
-        return trained(tmp_path, model=model, optim=optim)
-
-    assert_follows(run(OURS), run("adamw_torch"))
-
-
-def test_batches_of_similar_length(tmp_path):
-    def run(optim):
-        settings = {"train_sampling_strategy": "group_by_length", "length_column_name": "length"}
-        args = arguments(tmp_path, optim=optim, remove_unused_columns=False, **settings)
-        trainer = Trainer(model=llama(), args=args, train_dataset=ragged_data(), data_collator=padded)
-        trainer.train()
-        return trainer
-
-    assert_follows(run(OURS), run("adamw_torch"))
 
 
 def test_metrics_see_fp32_predictions_inputs_and_losses(tmp_path):

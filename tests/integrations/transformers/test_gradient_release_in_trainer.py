@@ -8,7 +8,6 @@ from transformers import Trainer, TrainerCallback
 import hf_lowprec
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
 RELEASED = "gradient_release=True"
@@ -80,23 +79,6 @@ def test_delayed_clipping_takes_trainers_norm_and_logs_the_steps_own(tmp_path):
     assert not torch.equal(clipped.model.lm_head.weight, never.model.lm_head.weight)
 
 
-@pytest.mark.every_case
-def test_a_killed_run_resumes_bit_for_bit(tmp_path):
-    """The norm of the step before is in the checkpoint: `clip=delayed` clips the first step after it as well."""
-    settings = {
-        "optim": "adamw_bf16_kahan",
-        "optim_args": f"{DELAYED},max_grad_norm=0.05",
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "max_steps": 6,
-    }
-    whole = trained(tmp_path / "whole", **settings)
-    run_script("killed_in_step.py", tmp_path / "killed", 3, settings["optim_args"], fails=True)
-    assert (tmp_path / "killed" / "checkpoint-2").exists() and not (tmp_path / "killed" / "checkpoint-4").exists()
-    resumed = trained(tmp_path / "killed", resume=True, **settings)
-    assert_same_weights(whole, resumed)
-
-
 @pytest.mark.parametrize("method", ["lora", "saved_both", "tokens"])
 def test_adapters_get_the_same_bits(tmp_path, method):
     """Frozen weights, copies of modules that are trained whole, tied to a head, and single rows of an embedding."""
@@ -121,12 +103,6 @@ def test_nothing_is_stepped_after_training_until_it_begins_again(tmp_path):
     trainer.model.zero_grad()
     trainer.train()
     assert 0 < alive.most < 0.35
-
-
-def test_no_clipping_can_be_said_in_optim_args_as_well(tmp_path):
-    settings = ({"optim_args": RELEASED, "max_grad_norm": 0}, {"optim_args": f"{RELEASED},max_grad_norm=0"})
-    one, other = (trained(tmp_path, optim="adamw_bf16_kahan", max_steps=2, **each) for each in settings)
-    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
 class OutOfMemoryOnce:

@@ -87,6 +87,10 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
         ("gradient_release=maybe", r"gradient_release='maybe' is not True or False"),
         ("seed=1,seed=2", r"names 'seed' twice"),
         ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
+        ("max_grad_norm=-1", "max_grad_norm"),
+        ("grad_accumulation=fp64", "grad_accumulation='fp64' is unknown; valid are 'nearest', 'fp32'"),
+        ("reduction=ring", "reduction='ring' is unknown; valid are 'rank_order', 'nccl'"),
+        ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
     ],
 )
 def test_bad_optim_args_name_what_is_wrong(tmp_path, words, message):

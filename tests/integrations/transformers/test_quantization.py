@@ -25,7 +25,6 @@ from tests.support.models.quantized_models import (
     Int8Linear,
     Int8Weight,
     StoredLinear,
-    quantize,
     quantize_linears,
     subclassed,
 )
@@ -135,13 +134,6 @@ class TestRefusals:
         assert not any(acts_as_fp32(param) for param in model.parameters())
         assert [is_quantized(weight), is_quantized(weight.to(torch.int8))] == [False, True]
 
-    def test_fp32_over_quantized_weights(self, tmp_path):
-        model = quantized("buffers")
-        refused(
-            tmp_path, model, r"keep_fp32 '\*\.mlp' covers .*qweight, which is quantized", optim_args="keep_fp32=*.mlp"
-        )
-        refused(tmp_path, model, r"keep_fp32 'adapters' matches no module", optim_args="keep_fp32=adapters")
-
     def test_what_is_frozen_on_purpose_is_not_refused(self, tmp_path):
         model = quantized("buffers", adapters=False)
         for name, param in model.named_parameters():
@@ -211,10 +203,3 @@ def test_real_quantizers(tmp_path, package, base):
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0] - 0.3
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {BF16}
-
-
-def test_the_stand_in_quantizes():
-    weight = torch.randn(4, 8)
-    codes, scale = quantize(weight)
-    assert codes.dtype == torch.int8
-    assert ((codes * scale - weight).abs() <= scale / 2 * (1 + 1e-6)).all()

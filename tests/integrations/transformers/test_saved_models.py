@@ -2,15 +2,14 @@
 
 import json
 
-import peft
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Trainer, pipeline
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 import hf_lowprec
-from tests.support.training.counting_text import WORDS, tokenizer
+from tests.support.training.counting_text import tokenizer
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -88,76 +87,3 @@ def test_norms_in_fp32_for_inference(saved):
         assert torch.equal(loaded(PROMPT).logits.float(), model(PROMPT).logits.float())
         assert not torch.equal(load(folder)(PROMPT).logits.float(), model(PROMPT).logits.float())
     assert generated(loaded) == GOES_ON
-
-
-class KeepsItsNorms(LlamaForCausalLM):
-    _keep_in_fp32_modules_strict = ("norm",)
-
-
-class KeepsItsNormsInFP16(LlamaForCausalLM):
-    _keep_in_fp32_modules = ("norm",)
-
-
-@pytest.mark.parametrize(
-    ("cls", "dtype", "norms"),
-    [
-        (KeepsItsNorms, BF16, FP32),
-        (KeepsItsNorms, FP16, FP32),
-        (KeepsItsNormsInFP16, BF16, BF16),
-        (KeepsItsNormsInFP16, FP16, FP32),
-    ],
-)
-def test_what_a_model_class_keeps_in_fp32(saved, cls, dtype, norms):
-    """Its `_keep_in_fp32_modules` matters in FP16 only. FP32 norms alone do not make a Llama run: it needs the cast."""
-    model, folder = saved
-    loaded = cls.from_pretrained(folder, dtype=dtype).eval()
-    for name, parameter in loaded.named_parameters():
-        expected = norms if "norm" in name else dtype
-        assert parameter.dtype == expected, name
-        assert torch.equal(parameter, model.get_parameter(name).to(expected)), name
-    if norms == FP32:
-        with pytest.raises(RuntimeError, match="same dtype"):
-            loaded(PROMPT)
-        hf_lowprec.cast_model(loaded, dtype)
-    assert generated(loaded) == GOES_ON
-
-
-def test_a_pipeline_takes_the_folder(saved):
-    _, folder = saved
-    generate = pipeline("text-generation", model=folder)
-    assert {parameter.dtype for parameter in generate.model.parameters()} == {BF16}
-    (answer,) = generate(" ".join(WORDS[:4]), max_new_tokens=5, do_sample=False)
-    assert answer["generated_text"].replace("w", " w").split() == WORDS[:9], "this tokenizer adds no spaces"
-    assert AutoTokenizer.from_pretrained(folder)("w0 w1")["input_ids"][-2:] == [4, 5]
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_peft_merges_an_adapter_into_the_saved_model(saved, tmp_path, dtype):
-    """Trained on the cast model, saved, loaded onto the folder in one dtype, merged and saved again."""
-    model, folder = saved
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian")
-    adapted = peft.get_peft_model(load(folder, dtype="float32"), config)
-    args = arguments(tmp_path, optim="adamw_bf16_kahan", max_steps=4)
-    trainer = Trainer(adapted, args, train_dataset=counting_data())
-    trainer.train()
-    trainer.save_model(tmp_path / "adapter")
-
-    merged = peft.PeftModel.from_pretrained(load(folder, dtype=dtype), tmp_path / "adapter").merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    found = load(str(tmp_path / "merged"))
-    for name, parameter in model.named_parameters():
-        weight = parameter.detach().double()
-        if "q_proj" in name:
-            layer = adapted.get_submodule(f"base_model.model.{name.removesuffix('.weight')}")
-            low, high = (lora["default"].weight.detach().double() for lora in (layer.lora_A, layer.lora_B))
-            assert high.abs().max() > 0, "the adapter has learnt"
-            delta = layer.scaling["default"] * high @ low
-            # At most 7 roundings by half a spacing: 4 in sums of 4 terms, the scaling, the product's dtype, the sum.
-            half_spacing = {BF16: 2**-9, FP32: 2**-24}[dtype]
-            bound = 7 * half_spacing * (weight.abs() + layer.scaling["default"] * high.abs() @ low.abs())
-            assert delta.abs().gt(bound).any(), "a merge that adds nothing would be noticed"
-            assert (found.get_parameter(name).double() - (weight + delta)).abs().le(bound).all(), name
-        else:
-            assert torch.equal(found.get_parameter(name), parameter.to(dtype)), name
-    assert {parameter.dtype for parameter in found.parameters()} == {dtype}
-    assert generated(found) == GOES_ON

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
-from hf_lowprec import export_checkpoint, fp32_state_dict, save_pretrained
+from hf_lowprec import export_checkpoint, fp32_state_dict
 from hf_lowprec.integrations.transformers import callback, private_apis
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
@@ -16,7 +16,6 @@ from hf_lowprec.optim.state.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.nearest import spacing
 from tests.support.training.fp32_weights_at_start import Beginning
-from tests.support.training.peft_adapters import adapted
 from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_data, llama, optimizer_of, trained
 
 BF16 = torch.bfloat16
@@ -59,23 +58,6 @@ def test_it_begins_with_the_fp32_weights_of_the_first(tmp_path, capsys, loaded_i
     assert any((value != value.to(BF16)).any() for name, value in expected.items() if "norm" not in name)
 
 
-def test_low_bits_take_no_memory_beside_the_optimizer(tmp_path):
-    trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
-    for param in trainer.model.parameters():
-        if param.dtype == BF16:
-            state = optimizer_of(trainer).state[param]["compensation"]
-            assert low_bits(param).data_ptr() == state.data_ptr()
-
-
-def test_adapters_go_on_as_well(tmp_path):
-    model = adapted("lora")
-    earlier = trained(tmp_path, model, max_steps=2, optim="adamw_bf16_split")
-    expected = estimates(earlier)
-    assert with_low_bits(model) == in_16_bits(model)
-    found = estimates(trained(tmp_path, model, optim="adamw_bf16_split", **STILL))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 def test_nothing_of_them_is_saved_with_the_model_or_twice_with_the_optimizer(tmp_path):
     trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
     assert with_low_bits(trainer.model)
@@ -100,13 +82,6 @@ def test_the_same_trainer_goes_on_with_its_optimizer(tmp_path):
         states = zip(value.values(), found[1][key].values(), strict=True) if isinstance(value, dict) else ()
         assert all(torch.equal(a, b) for a, b in states)
         assert isinstance(value, dict) or torch.equal(value, found[1][key])
-
-
-def test_low_bits_of_weights_that_have_changed_are_not_used(tmp_path):
-    trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
-    with torch.no_grad():
-        trainer.model.lm_head.weight.mul_(2)
-    assert with_low_bits(trainer.model) == in_16_bits(trainer.model) - {"lm_head.weight"}
 
 
 def test_a_mode_without_a_place_for_them_drops_them(tmp_path):
@@ -147,16 +122,6 @@ def test_the_best_weights_of_an_earlier_rounding_mode_are_fp32_weights_too(tmp_p
         assert ((found[name] - value).abs() <= lost).all(), name
         differences += int((value != value.to(BF16)).sum()) if "norm" not in name else 0
     assert bool(differences) == (first != "stochastic")
-
-
-def test_best_adapters_are_fp32_weights_too(tmp_path):
-    trainer = trained(tmp_path, adapted("lora"), optim="adamw_bf16_split", **FIRST_IS_BEST)
-    assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
-    export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "exported")
-    save_pretrained(trainer.model, trainer.optimizer, tmp_path / "saved")
-    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("saved", "exported"))
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(saved[name], value) for name, value in expected.items())
 
 
 def test_the_best_weights_keep_none_if_the_checkpoint_has_none(tmp_path, caplog):
@@ -202,12 +167,6 @@ def test_compensations_of_weights_that_were_replaced_become_zero(tmp_path):
     assert reset_outdated_compensations(optimizer) == 1
     assert not optimizer.state[head]["compensation"].any() and "_low_bits" not in vars(head)
     assert with_low_bits(trainer.model) == in_16_bits(trainer.model) - {"lm_head.weight"}
-
-
-def test_released_gradients_leave_them_too(tmp_path):
-    args = {"optim_args": "gradient_release=True", "max_grad_norm": 0}
-    trainer = trained(tmp_path, max_steps=2, optim="adamw_bf16_kahan", **args)
-    assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
 
 
 class EndsBy(TrainerCallback):
@@ -289,14 +248,6 @@ def test_compensations_of_other_weights_are_not_kept(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="no space"):
             best.train()
     assert not with_low_bits(best.model)
-
-
-def test_what_goes_wrong_in_keeping_them_does_not_hide_the_exception(tmp_path, monkeypatch):
-    def broken(*args):
-        raise RuntimeError("device-side assert")
-
-    monkeypatch.setattr(callback, "keep_low_bits", broken)
-    ended_by(KeyboardInterrupt(), tmp_path)
 
 
 def test_an_exception_ends_the_release_of_gradients(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from transformers import (
 import hf_lowprec
 from hf_lowprec.optim import LowPrecisionOptimizer
 from tests.support.training.tiny_trainer import (
-    LOAD_BEST,
     arguments,
     assert_pure_bf16,
     counting_data,
@@ -96,18 +95,6 @@ def test_model_init_is_cast_each_time(tmp_path):
     assert trainer.model is built[-1]
 
 
-def test_best_model_is_loaded_at_the_end(tmp_path):
-    trainer = trained(
-        tmp_path,
-        optim="adamw_bf16_kahan",
-        **LOAD_BEST,
-        learning_rate=3e-2,
-    )
-    history = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(history), abs=1e-6)
-    assert_pure_bf16(trainer.model)
-
-
 def test_optimizer_factory_feeds_trainer(tmp_path):
     pair = hf_lowprec.optimizer_factory("adamw_bf16_sr", lr=5e-3, seed=3)
     trainer = trained(
@@ -136,17 +123,3 @@ def test_registering_again_changes_nothing():
     before = (Trainer.__init__, Trainer.train, list(type(TrainingArguments(output_dir="out").optim)))
     hf_lowprec.register()
     assert (Trainer.__init__, Trainer.train, list(type(TrainingArguments(output_dir="out").optim))) == before
-
-
-def test_fp32_state_dict_is_weight_plus_compensation(tmp_path):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan")
-    full = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
-    optimizer = optimizer_of(trainer)
-    assert set(full) == set(trainer.model.state_dict())
-    for name, parameter in trainer.model.named_parameters():
-        expected = parameter.double()
-        if parameter.dtype == torch.bfloat16:
-            expected = expected + optimizer.state[parameter]["compensation"].double()
-            assert not torch.equal(full[name], parameter.float())
-        assert full[name].dtype == torch.float32
-        assert torch.equal(full[name], expected.float())

@@ -109,12 +109,6 @@ def test_names_stay_members_through_pickles_and_copies(protocol):
     assert pickle.loads(pickle.dumps(stock, protocol)) is stock
 
 
-def test_arguments_that_were_saved_by_value_still_load():
-    """As files of before: a reference to the enum, and the value."""
-    member = OptimizerNames("adamw_bf16_kahan")
-    assert pickle.loads(b"ctransformers.training_args\nOptimizerNames\n(S'adamw_bf16_kahan'\ntR.") is member
-
-
 def test_names_load_where_only_listed_types_do(tmp_path):
     torch.save({"optim": OptimizerNames("adamw_bf16_sr")}, tmp_path / "args.bin")
     assert torch.load(tmp_path / "args.bin", weights_only=True) == {"optim": OptimizerNames("adamw_bf16_sr")}
