@@ -46,6 +46,17 @@ def test_weights_of_elements_add_up_to_the_tensor(tensors):
     assert torch.equal(totals, torch.tensor([t.numel() for t in tensors], dtype=torch.float64))
 
 
+def test_views_follow_changes_and_replaced_memory():
+    param = torch.nn.Parameter(torch.zeros(8, 8))
+    samples = ParameterSamples([param], 64)
+    with torch.no_grad():
+        assert not samples.gather([param], "weight").any()
+        param.fill_(1)
+        assert samples.gather([param], "weight").all()
+        param.data = torch.full((8, 8), 2.0)
+        assert (samples.gather([param], "weight") == 2).all()
+
+
 def test_tensors_that_are_not_contiguous_are_read_in_their_own_order():
     tensor = torch.arange(60 * 40.0).reshape(60, 40).t()
     samples = ParameterSamples([tensor], 64)
