@@ -133,41 +133,6 @@ def test_updates_far_below_a_spacing_arrive(state_rounding, arrives):
     assert moved.std().item() <= 0.04
 
 
-def least_squares(rounding: str | None) -> float:
-    """Mean loss of steps 1,001 to 1,500 of 64 regressions; None is torch's SGD in FP32."""
-    runs, batch, dims, random = 64, 16, 10, generator()
-    truth = torch.rand(runs, dims, generator=random) * 100
-    param = torch.nn.Parameter(torch.zeros(runs, dims, dtype=BF16 if rounding else FP32))
-    optimizer = SGD([param], lr=0.01, rounding=rounding) if rounding else torch.optim.SGD([param], lr=0.01)
-    losses = []
-    for _ in range(1500):
-        inputs = torch.randn(runs, batch, dims, generator=random)
-        noise = 0.5 * torch.randn(runs, batch, generator=random)
-        error = torch.einsum("rbd,rd->rb", inputs, param.detach().float() - truth) - noise
-        param.grad = (torch.einsum("rb,rbd->rd", error, inputs) / batch).to(param.dtype)
-        optimizer.step()
-        losses.append(error.square().mean().item() / 2)
-    return sum(losses[-500:]) / 500
-
-
-def test_least_squares_of_zamirai_et_al():
-    """arXiv:2010.06192, Fig. 2: ten weights in [0, 100), label noise 0.5, lr 0.01; here batches of 16, 64 runs at once.
-
-    Measured: FP32 0.125, Kahan 0.213, stochastic 0.28, nearest 110 and hardly moving. The floor is half the noise
-    variance, 0.125. A BF16 weight that Kahan keeps right on average alternates between the truth's two neighbours:
-    a variance of spacing² / 6, with spacing² 0.11 on average over [0, 100): the ten add 10 · 0.11 / 6 / 2 = 0.094 to
-    it: a factor of 1.75 (2.2 allowed). Stochastic steps add lr · |gradient| · spacing of variance each, which the
-    pull of 2 · lr balances at |gradient| · spacing / 2: with a gradient of 0.2 and a spacing of 0.3, 0.03 a weight and
-    0.15 for the ten: a factor of 2.2 (4 allowed). Nearest stops where lr · gradient is less than half a spacing: up to
-    0.25 / 0.01 = 25 away from the truth in every weight.
-    """
-    reference = least_squares(None)
-    assert 0.125 <= reference <= 0.135
-    assert least_squares("kahan") <= 2.2 * reference
-    assert least_squares("stochastic") <= 4 * reference
-    assert least_squares("nearest") >= 100 * reference
-
-
 SHOWN_BY = {
     "low bits": ({}, True),
     "stochastic rounding": ({"rounding": "stochastic"}, True),

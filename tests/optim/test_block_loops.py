@@ -1,18 +1,15 @@
 """The loops into which a step with states in 8 bits is divided."""
 
-import operator
 import re
 
 import pytest
 import torch
-from torch import fx
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Lion
 from hf_lowprec.optim.backends.c.block_loops import BlockLoop, block_loops, render_block_loops
 from hf_lowprec.optim.backends.trace import trace
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import MODES
-from hf_lowprec.rounding.block_floats import block_max
 
 ALGORITHMS = pytest.mark.parametrize(
     ("cls", "options"), [(AdamW, {}), (Adan, {}), (Lion, {}), (SGD, {"momentum": 0.9})], ids=lambda v: str(v)[-16:]
@@ -62,19 +59,6 @@ def test_adamw_keeps_its_random_word_and_three_patterns():
     first, second = loops_of(AdamW, "kahan", {})
     assert len(first.kept) == 4
     assert second.restored == first.kept
-
-
-def test_an_input_that_only_a_later_loop_needs_is_loaded_in_the_first():
-    graph = fx.Graph()
-    value, previous = graph.placeholder("value"), graph.placeholder("previous")
-    largest = graph.call_function(block_max, (value,))
-    negative = graph.call_function(operator.neg, (previous,))
-    graph.output((value, graph.call_function(operator.add, (largest, negative))))
-    first, second = block_loops(graph, {"value", "previous"})
-    assert first.loaded == [value, previous]
-    assert first.kept == second.restored == [previous]
-    assert second.operations[0] is negative
-    assert (first.outputs, second.outputs) == ([0], [1])
 
 
 @ALGORITHMS

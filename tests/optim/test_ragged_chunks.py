@@ -239,16 +239,6 @@ def test_segments_inside_of_a_tensor():
     assert len(whole) == 5
 
 
-def test_whole_aligned_chunks_and_no_others_go_to_their_kernel(launches):
-    lengths = [CHUNK, 3 * CHUNK, 2 * CHUNK + 1, CHUNK - 1, 2 * CHUNK, 5]
-    train("triton", lengths, steps=1, grad_at=[0, 0, 0, 0, 1, 0])
-    ragged, whole = launches
-    assert (ragged.ragged, whole.ragged) == (True, False)  # ragged chunks are launched first
-    assert [segment for segment, _ in whole.rows] == [0, 1, 1, 1, 2, 2]
-    counts = [sum(end - start for entry, _, start, end in ragged.rows if entry == k) for k in range(6)]
-    assert counts == [0, 0, 1, CHUNK - 1, 2 * CHUNK, 5]
-
-
 def test_one_launch_if_all_chunks_are_of_one_kind(launches):
     train("triton", [CHUNK, 2 * CHUNK], steps=1)
     assert [launch.ragged for launch in launches] == [False]

@@ -46,15 +46,14 @@ def assert_nearest(weight: torch.Tensor, exact: torch.Tensor) -> None:
 
 def test_many_steps_are_those_of_fp32():
     size, steps, lr, decay = 512, 2_000, 1e-4, 0.1
-    split, ours, torchs = nn.Parameter(start(size)), *(nn.Parameter(start(size).float()) for _ in range(2))
+    split, ours = nn.Parameter(start(size)), nn.Parameter(start(size).float())
     optimizers = [
         AdamW([split], lr=lr, weight_decay=decay, **EXACT),
         AdamW([ours], lr=lr, weight_decay=decay),
-        torch.optim.AdamW([torchs], lr=lr, weight_decay=decay),
     ]
     for step in range(steps):
         grad = gradient(step, size)
-        for param, optimizer in zip((split, ours, torchs), optimizers, strict=True):
+        for param, optimizer in zip((split, ours), optimizers, strict=True):
             param.grad = grad.to(param.dtype)
             optimizer.step()
         if step % 100 == 0:
@@ -63,12 +62,6 @@ def test_many_steps_are_those_of_fp32():
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(optimizers[0].state[split][name], optimizers[1].state[ours][name])
     assert torch.equal(hf_lowprec.fp32_state_dict(nn.ParameterList([split]), optimizers[0])["0"], ours.detach())
-    # torch rounds the decayed weight and its sum with the update, we round that sum: half an ulp each, so steps differ
-    # by a random number of at most 3 * 2**-24 of the weight. n of them add up to √n times that, 8 times as much in the
-    # tails. The updates themselves differ by a few roundings of numbers that are 1e4 times smaller.
-    largest = torch.maximum(torchs.detach().abs(), start(size).float().abs()) + lr * steps
-    assert ((torchs.detach() - ours.detach()).abs() <= 8 * steps**0.5 * 3 * 2.0**-24 * largest).all()
-    assert not torch.equal(torchs, ours)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
