@@ -60,6 +60,12 @@ def test_a_method_that_calls_its_base_class_runs_the_wrapper_once():
     assert derived.greet("you") == "hello you!" * 2
 
 
+def test_other_instances_keep_their_method(instance):
+    other = type(instance)()
+    wrap_method(instance, "greet", louder)
+    assert other.greet("you") == f"hello you{end(other)}"
+
+
 def test_the_instance_is_freed_with_its_last_reference():
     instance = Base()
     wrap_method(instance, "greet", louder)

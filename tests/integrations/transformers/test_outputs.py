@@ -200,6 +200,33 @@ def test_a_model_inside_another_and_several_at_once():
     assert model(**tokens).logits.dtype == FP32
 
 
+class Scorer(nn.Module):
+    """Computes with the predictions of a model that computes its loss itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.head = model, nn.Linear(model.config.num_labels, 1)
+
+    def forward(self, **batch):
+        return self.head(self.model(**batch).logits)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["as a whole", "with a model that was cast on its own"])
+def test_predictions_that_the_model_around_computes_with(before):
+    model, batch = tiny_models.bert()
+    if before:
+        hf_lowprec.cast_model(model)
+        hf_lowprec.return_float32(model)
+    scorer = Scorer(model)
+    hf_lowprec.cast_model(scorer)
+    assert scorer(**batch).dtype == model(**batch).logits.dtype == BF16
+    hf_lowprec.return_float32(scorer)
+    scores = scorer(**batch)
+    assert scores.dtype == FP32
+    scores.sum().backward()
+    assert scorer.head.weight.grad is not None and model.classifier.weight.grad is not None
+
+
 def test_models_to_evaluate_and_models_that_nobody_has_cast():
     (teacher, batch), (other, _) = tiny_models.llama(), tiny_models.llama()
     hf_lowprec.cast_model(teacher)

@@ -12,7 +12,7 @@ import hf_lowprec
 from tests.support.training.counting_text import tokenizer
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 STEPS = 60  # then the model counts: its loss is 0.06
 PROMPT = torch.arange(5)[None]
 GOES_ON = list(range(11))
@@ -50,29 +50,6 @@ def test_a_plain_reader_finds_every_tensor_in_its_own_dtype(saved):
         assert torch.equal(tensor, expected[name]), name
     with open(f"{folder}/config.json") as file:
         assert json.load(file)["dtype"] == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({}, BF16),
-        ({"dtype": "auto"}, BF16),
-        ({"dtype": BF16}, BF16),
-        ({"dtype": "float32"}, FP32),
-        ({"dtype": FP16}, FP16),
-        # transformers 5 no longer loads modules in dtypes of their own.
-        ({"dtype": {"": BF16, "model": FP32}}, BF16),
-    ],
-    ids=str,
-)
-def test_from_pretrained_loads_one_dtype(saved, options, dtype):
-    """The norms are rounded to it, once, and the model counts in each."""
-    model, folder = saved
-    loaded = load(folder, **options)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter.to(dtype)), name
-        assert loaded.get_parameter(name).dtype == dtype, name
-    assert generated(loaded) == generated(model) == GOES_ON
 
 
 def test_norms_in_fp32_for_inference(saved):

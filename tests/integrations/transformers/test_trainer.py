@@ -4,14 +4,12 @@ import gc
 import weakref
 
 import pytest
-import torch
 from transformers import (
     Trainer,
     TrainingArguments,
 )
 
 import hf_lowprec
-from hf_lowprec.optim import LowPrecisionOptimizer
 from tests.support.training.tiny_trainer import (
     arguments,
     assert_pure_bf16,
@@ -107,16 +105,6 @@ def test_optimizer_factory_feeds_trainer(tmp_path):
         hf_lowprec.optimizer_factory("adamw_bf16_kahn")
     with pytest.raises(ValueError, match="'sed' is not an argument"):
         hf_lowprec.optimizer_factory("adamw_bf16_sr", sed=1)
-
-
-def test_two_trainers_in_one_process(tmp_path):
-    first = trained(tmp_path / "a", optim="adamw_bf16_kahan")
-    plain = trained(tmp_path / "b", optim="adamw_torch")
-    second = trained(tmp_path / "c", optim="adamw_bf16_kahan")
-    assert {p.dtype for p in plain.model.parameters()} == {torch.float32}
-    assert not isinstance(optimizer_of(plain), LowPrecisionOptimizer)
-    for (name, ours), theirs in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
 
 
 def test_registering_again_changes_nothing():
