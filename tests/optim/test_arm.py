@@ -51,7 +51,14 @@ CASES = [*itertools.product(["AdamW"], EVERY_MODE, PROCESSORS), *itertools.produ
 @pytest.mark.combinations(1)  # a case takes a second to compile and emulate
 @pytest.mark.parametrize(
     ("name", "mode", "processor"),
-    [pytest.param(*case, id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}-{case[2]}") for case in CASES],
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}-{case[2]}",
+            marks=pytest.mark.every_case if case[0] in OTHERS else (),
+        )
+        for case in CASES
+    ],
 )
 def test_a_step_has_the_same_bits(name, mode, processor, tmp_path):
     dtype, options = mode
@@ -74,6 +81,7 @@ def test_a_mean_over_a_tensor_has_the_same_bits(processor, tmp_path):
     assert same(on_arm, trained("StableAdamW", BF16, "native", rounding="kahan"))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_the_sum_of_squares_has_the_same_bits(dtype, processor, tmp_path):
@@ -95,6 +103,7 @@ def test_the_sum_of_squares_has_the_same_bits(dtype, processor, tmp_path):
     assert torch.equal(on_arm, square_sum())
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("rounding", ["kahan", "split", "nearest"])
 def test_ties_are_decided_alike(rounding, tmp_path):
     """Weights between 1 and 2, whose spacing is 2⁻⁷, and updates of odd multiples of 2⁻⁸."""

@@ -26,7 +26,15 @@ CASES = [*itertools.product(NAMES, EVERY_MODE), ("SGD", CLIPPED)]
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("name", "mode"), [pytest.param(*case, id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}") for case in CASES]
+    ("name", "mode"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}",
+            marks=() if case[0] in ("AdamW", "Adafactor", "SGD") else pytest.mark.every_case,
+        )
+        for case in CASES
+    ],
 )
 def test_a_step_has_the_same_bits(name, mode, capability):
     dtype, options = mode
