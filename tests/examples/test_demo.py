@@ -12,12 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_demo_compares_ways_of_training(tmp_path):
-    result = forkserver.run(
-        ROOT / "examples" / "demo.py", ["--steps", "10", "--output-dir", str(tmp_path)], timeout=240
-    )
+    result = forkserver.run(ROOT / "examples" / "demo.py", ["--steps", "2", "--output-dir", str(tmp_path)], timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     out = result.stdout.splitlines()
-    assert out[0] == "8 runs of 10 steps" and out[1] == "run 1 of 8: pretraining, FP32 AdamW"
+    assert out[0] == "8 runs of 2 steps" and out[1] == "run 1 of 8: pretraining, FP32 AdamW"
     rows = [line.split()[2:] for line in out if line.strip().startswith(("FP32 AdamW  ", "BF16 ")) and "%" in line]
     assert len(rows) == 8
     exact, nearest, *ours = rows[4:]  # of fine-tuning
