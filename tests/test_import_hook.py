@@ -88,7 +88,7 @@ def test_a_module_that_fails_fails_as_always(module, tmp_path):
     "first",
     [
         "import hf_lowprec; hf_lowprec.save_pretrained",
-        "import hf_lowprec.integrations.transformers.checkpoints.manifest",
+        pytest.param("import hf_lowprec.integrations.transformers.checkpoints.manifest", marks=pytest.mark.every_case),
     ],
 )
 def test_trainer_is_prepared_where_this_package_is_the_first_to_import_it(first):

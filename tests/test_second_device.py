@@ -9,8 +9,11 @@ from tests.support.second_device import host_device
 
 SCRIPT = Path(__file__).parent / "scripts" / "second_device.py"
 CHECKS = (
-    *("mixtures", "algorithms", "steps", "offload", "checkpoints"),
-    *("monitors", "casting", "default_device", "sharded", "trainer"),
+    *("mixtures", "steps", "offload", "casting", "trainer"),
+    *(
+        pytest.param(check, marks=pytest.mark.every_case)
+        for check in ("algorithms", "checkpoints", "monitors", "default_device", "sharded")
+    ),
 )
 
 

@@ -264,6 +264,7 @@ assert torch.equal(whole(**batch), model(**batch))
 """
 
 
+@pytest.mark.every_case  # compiling takes ten seconds
 def test_compiled_as_one_graph(tmp_path: Path) -> None:
     """In a process of its own: what other tests have compiled decides how much of the model is traced again."""
     (tmp_path / "fullgraph.py").write_text(FULLGRAPH)

@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
         pytest.param("dcp", 2, "fsdp2", "kahan", marks=pytest.mark.every_case),
         pytest.param("dcp", 1, "ddp", "kahan", marks=pytest.mark.every_case),
         ("dcp", 2, "fsdp2-states_on_host", "split"),
-        ("full", 2, "fsdp2", "kahan"),
+        pytest.param("full", 2, "fsdp2", "kahan", marks=pytest.mark.every_case),
         pytest.param("full", 2, "fsdp2", "split", marks=pytest.mark.every_case),
         pytest.param("dcp", 3, "fsdp2", "kahan", marks=pytest.mark.every_case),
         pytest.param("sharded", 3, "fsdp2", "kahan", marks=pytest.mark.every_case),

@@ -6,6 +6,7 @@ from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import run_ranks
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_and_states_are_those_of_ddp():

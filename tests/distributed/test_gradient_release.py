@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
     ("ranks", "kinds", "roundings"),
     [
         pytest.param(2, "ddp-small_buckets,fsdp2", "kahan", marks=pytest.mark.every_case),
-        (3, "ddp-small_buckets,fsdp2", "split-int8"),
+        pytest.param(3, "ddp-small_buckets,fsdp2", "split-int8", marks=pytest.mark.every_case),
         (4, "hsdp", "kahan,split-int8"),
     ],
 )

@@ -89,7 +89,7 @@ def digest_of_one_process(checkpoint, optim: str, optim_args: str) -> str:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("bf16", "int8"),
+        pytest.param("bf16", "int8", marks=pytest.mark.every_case),
         pytest.param("int8", "fp32", marks=pytest.mark.every_case),
         pytest.param("exp_avg:int8|exp_avg_sq:fp32", "exp_avg_sq:int8", marks=pytest.mark.every_case),
     ],

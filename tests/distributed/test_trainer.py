@@ -35,6 +35,7 @@ def test_four_ranks_are_one_rank_with_four_micro_batches(optim):
     assert one["digest"] == four_ranks(optim)["digest"]
 
 
+@pytest.mark.every_case
 def test_sharded_is_replicated():
     """Every rank has different batches, and all end with the same bits."""
     sharded = trained(4, "fsdp2", "--optim", "adamw_bf16_sr", "--save_strategy", "no")

@@ -37,6 +37,7 @@ def test_the_best_setting_is_the_first_that_fits():
     assert best(nothing) is None and min(setting.missing for setting in nothing) == 1
 
 
+@pytest.mark.every_case
 def test_a_step_sees_the_same_sequences_and_releases_no_sums():
     small = fit(RESERVE, length=512, steps=2)
     assert [setting.option for setting in small] == [

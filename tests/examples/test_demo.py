@@ -11,6 +11,8 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 def test_the_demo_compares_ways_of_training(tmp_path):
     result = forkserver.run(ROOT / "examples" / "demo.py", ["--steps", "2", "--output-dir", str(tmp_path)], timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -260,7 +260,11 @@ for use in (
 
 @pytest.mark.parametrize(
     "versions",
-    [{"transformers": "4.57.6"}, {"transformers": "4.54.1", "accelerate": "1.6.0"}, {"accelerate": "1.10.1"}],
+    [
+        {"transformers": "4.54.1", "accelerate": "1.6.0"},
+        pytest.param({"transformers": "4.57.6"}, marks=pytest.mark.every_case),
+        pytest.param({"accelerate": "1.10.1"}, marks=pytest.mark.every_case),
+    ],
     ids=str,
 )
 def test_versions_that_are_too_old_for_trainer_are_named_when_they_are_needed_and_not_before(versions):

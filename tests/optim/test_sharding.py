@@ -16,7 +16,7 @@ from tests.support.triton_available import require_triton
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("backend", ["native", pytest.param("triton", marks=pytest.mark.every_case)])
 def test_sharded_steps_are_the_steps_on_the_full_tensors(backend):
     if backend == "triton":
         require_triton()

@@ -141,6 +141,7 @@ def test_given_twice_and_unwrapped_saved_and_copied(tmp_path):
         assert torch.equal(tensor, bare.state_dict()[name].to(tensor.dtype)), name
 
 
+@pytest.mark.every_case  # compiling takes eight seconds
 @pytest.mark.slow
 def test_a_compiled_model():
     torch.compiler.reset()
