@@ -9,10 +9,10 @@ from tests.support.second_device import host_device
 
 SCRIPT = Path(__file__).parent / "scripts" / "second_device.py"
 CHECKS = (
-    *("mixtures", "steps", "offload", "casting", "trainer"),
+    *("mixtures", "steps", "offload", "casting", "sharded", "trainer"),
     *(
         pytest.param(check, marks=pytest.mark.every_case)
-        for check in ("algorithms", "checkpoints", "monitors", "default_device", "sharded")
+        for check in ("algorithms", "checkpoints", "monitors", "default_device")
     ),
 )
 
