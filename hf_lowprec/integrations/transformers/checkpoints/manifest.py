@@ -18,8 +18,8 @@ from hf_lowprec.integrations.checkpoint_files.json_files import read_json
 
 MANIFEST_NAME = "hf_lowprec_manifest.json"
 FORMAT = 2
-_BEING_SAVED = "checkpoint-is-incomplete.txt"
-"""A file that transformers' JITCheckpointCallback keeps in a checkpoint while it saves it."""
+_NO_CONTENT = (MANIFEST_NAME, "checkpoint-is-incomplete.txt")
+"""The manifest, and a file that transformers' JITCheckpointCallback keeps in a checkpoint while it saves it."""
 _SHOWN = 5
 """The number of files that a message names."""
 
@@ -41,14 +41,14 @@ def begin_checkpoint(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, None)  # first, so that a kill leaves no part of the earlier one that looks whole
     for path in folder.iterdir():
-        if path.name != MANIFEST_NAME:
+        if path.name not in _NO_CONTENT:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def finish_checkpoint(folder: Path) -> None:
     """Write the manifest of the files that are in `folder` now."""
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    _write(folder, {name: sizes[name] for name in sorted(sizes) if name not in (MANIFEST_NAME, _BEING_SAVED)})
+    _write(folder, {name: sizes[name] for name in sorted(sizes) if name not in _NO_CONTENT})
 
 
 def _write(folder: Path, files: dict[str, int] | None) -> None:

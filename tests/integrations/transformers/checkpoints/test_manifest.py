@@ -276,6 +276,11 @@ def test_a_checkpoint_that_is_saved_on_sigterm(whole, out):
     finally:
         whole[1].args.output_dir = before
     assert newest(out) == "checkpoint-6"
+    kept = out / "checkpoint-9" / "checkpoint-is-incomplete.txt"
+    kept.parent.mkdir()
+    kept.touch()
+    begin_checkpoint(kept.parent)
+    assert kept.exists()
 
 
 def test_a_finished_training_is_resumed_to_what_it_was(whole, tmp_path):
