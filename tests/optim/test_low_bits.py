@@ -173,3 +173,20 @@ def test_modes_without_a_compensation_drop_low_bits(rounding):
     train(optimizer, range(1))
     assert not any(low_bits(param) is not None for param in params)
     assert same(estimates(params, optimizer), [param.float() for param in params])
+
+
+def test_what_a_state_dict_says_of_a_dither_is_not_used():
+    """Some state dicts of this format mark parameters or name a random stream. Low bits are taken as they are."""
+    _, params = model()
+    source = AdamW(params, lr=1e-3)
+    params[0].grad = torch.ones_like(params[0])
+    source.step()
+    saved = copy.deepcopy(source.state_dict())
+    group = saved["param_groups"][0]
+    group["state_rounding"] = group["state_rounding"].replace("{", '{"dithered": "100", ', 1)
+    saved["low_bits"][1]["dither_stream"] = [5, 1]
+    _, resumed = model(seed=1)
+    target = AdamW(resumed, lr=1e-3)
+    target.load_state_dict(saved)
+    resumed.load_state_dict(params.state_dict())
+    assert same(estimates(params, source), estimates(resumed, target))
