@@ -3,9 +3,6 @@
 import dataclasses
 import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import accelerate
@@ -210,21 +207,19 @@ def test_trainer_keeps_the_arguments_that_the_wrapper_reads():
     assert "resume_from_checkpoint" in inspect.signature(Trainer.train).parameters
 
 
+TRAIN_WITHOUT_THIS_PACKAGE = f"""
+import runpy, sys
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+assert "hf_lowprec" not in sys.modules
+"""
+
+
 @pytest.mark.slow
 def test_other_optimizers_are_untouched(tmp_path):
     """An FP32 run gives the same weights whether or not the package was imported."""
     words = f"--output_dir {tmp_path} --max_steps 4 --use_cpu --disable_tqdm True --report_to none --save_strategy no"
-    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), *words.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    plain = result.stdout.splitlines()[-1]
+    without = run_script("imported_anew.py", TRAIN_WITHOUT_THIS_PACKAGE, *words.split())
+    plain = without.splitlines()[-1]
     assert plain.startswith("steps=4 dtype=torch.float32")
     ours = run_script("train_tiny.py", *words.split())  # which finds the package imported
     assert ours.splitlines()[-1] == plain
@@ -239,7 +234,7 @@ metadata.version = lambda name: old.get(name) or installed(name)
 warnings.simplefilter("error", RuntimeWarning)
 import hf_lowprec
 from transformers import Trainer, TrainingArguments
-print(Trainer.__init__.__module__)
+print(Trainer.__init__.__globals__["__name__"])
 weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
 weight.grad = torch.ones_like(weight)
 hf_lowprec.AdamW([weight], lr=1e-3, rounding="split").step()
@@ -268,10 +263,7 @@ for use in (
     ids=str,
 )
 def test_versions_that_are_too_old_for_trainer_are_named_when_they_are_needed_and_not_before(versions):
-    command = [sys.executable, "-c", OLD_VERSIONS, *map("=".join, versions.items())]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr[-3000:]
-    first, *errors = result.stdout.splitlines()
+    first, *errors = run_script("imported_anew.py", OLD_VERSIONS, *map("=".join, versions.items())).splitlines()
     assert first == "transformers.trainer"
     needed = [f"{name}>={OLDEST[name]}, and this is {version}" for name, version in versions.items()]
     assert len(errors) == 2 + ("accelerate" in versions)

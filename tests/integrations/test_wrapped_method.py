@@ -2,14 +2,12 @@
 
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 
 import pytest
 
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
-from tests.support.processes.watched import ROOT
+from tests.support.processes import forkserver
 
 
 class Base:
@@ -114,9 +112,10 @@ def test_it_is_wrapped_in_another_process(tmp_path):
     wrap_method(instance, "greet", louder)
     file = tmp_path / "instance"
     file.write_bytes(pickle.dumps(instance))
-    script = f"import pickle; print(pickle.load(open({str(file)!r}, 'rb')).greet('you'))"
-    printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert printed.stdout == "hello YOU!\n"
+    script = tmp_path / "script.py"
+    script.write_text(f"import pickle; print(pickle.load(open({str(file)!r}, 'rb')).greet('you'))")
+    done = forkserver.run(script, [], timeout=240)
+    assert done.stdout == "hello YOU!\n", done.stderr
 
 
 def test_class_and_static_methods_stay_what_they_are():
