@@ -34,8 +34,8 @@ def fsdp2(state_dict_type: str) -> list[str]:
 
 WRAPPED = {"sharded": fsdp2("SHARDED_STATE_DICT"), "full": fsdp2("FULL_STATE_DICT")}
 IN_8_BITS, RELEASED, DELAYED = "state_dtype=int8", "gradient_release=True", "clip=delayed"
-SHARDED = ("sharded", "adamw_bf16_split", [IN_8_BITS])
-MORE_MODES = [
+MODES = [
+    ("sharded", "adamw_bf16_split", [IN_8_BITS]),
     ("ddp", "adamw_bf16_kahan", [IN_8_BITS, RELEASED, DELAYED]),
     ("full", "adamw_bf16_kahan", []),
     ("ddp", "adamw_bf16_split", []),
@@ -85,11 +85,8 @@ def digest(done: forkserver.Done) -> str:
     return next(line for line in done.stdout.splitlines() if line.startswith("digest="))
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [SHARDED, *(pytest.param(mode, marks=pytest.mark.every_case) for mode in MORE_MODES)],
-    ids=lambda mode: ",".join([*mode[:2], *mode[2]]),
-)
+@pytest.mark.every_case
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: ",".join([*mode[:2], *mode[2]]))
 def test_nothing_is_lost_by_kills(mode, tmp_path):
     lose_nothing(mode, tmp_path)
 
@@ -129,7 +126,7 @@ def lose_nothing(mode: tuple[str, str, list[str]], tmp_path: Path, count: int = 
 
 def test_kills_between_the_files_of_two_ranks_and_after_the_manifest(tmp_path):
     """Only rank 1's random state is missing, and the older checkpoint is still there; then nothing is missing."""
-    mode, out, limit = MORE_MODES[2], tmp_path / "killed", ("--save_total_limit", "1")
+    mode, out, limit = MODES[3], tmp_path / "killed", ("--save_total_limit", "1")
     whole = train(tmp_path / "whole", mode, NEVER)
     assert train(out, mode, BEFORE_ITS_RANDOM_STATE, *limit).returncode != 0
     assert (out / "checkpoint-4/trainer_state.json").exists()

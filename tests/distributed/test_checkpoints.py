@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.processes.ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.every_case]
 
 
 def digest(ranks: int, kind: str, rounding: str, *task: str) -> str:
@@ -30,14 +30,14 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("format", "ranks", "kind", "rounding"),
     [
-        pytest.param("dcp", 2, "fsdp2", "kahan", marks=pytest.mark.every_case),
-        pytest.param("dcp", 1, "ddp", "kahan", marks=pytest.mark.every_case),
+        ("dcp", 2, "fsdp2", "kahan"),
+        ("dcp", 1, "ddp", "kahan"),
         ("dcp", 2, "fsdp2-states_on_host", "split"),
-        pytest.param("full", 2, "fsdp2", "kahan", marks=pytest.mark.every_case),
-        pytest.param("full", 2, "fsdp2", "split", marks=pytest.mark.every_case),
-        pytest.param("dcp", 3, "fsdp2", "kahan", marks=pytest.mark.every_case),
-        pytest.param("sharded", 3, "fsdp2", "kahan", marks=pytest.mark.every_case),
-        pytest.param("sharded", 3, "fsdp2", "split", marks=pytest.mark.every_case),
+        ("full", 2, "fsdp2", "kahan"),
+        ("full", 2, "fsdp2", "split"),
+        ("dcp", 3, "fsdp2", "kahan"),
+        ("sharded", 3, "fsdp2", "kahan"),
+        ("sharded", 3, "fsdp2", "split"),
     ],
 )
 def test_four_ranks_save_and_others_go_on(saved, format, ranks, kind, rounding):

@@ -72,7 +72,8 @@ def check_death(processes, store, kind: str) -> None:
     assert_says_why(survivors, kind, DISCONNECTED)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.every_case)])
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_rank_hangs(processes, store, kind):
     timeout = 6
     victim, survivors = start(processes, store, kind, "SIGSTOP", timeout)

@@ -23,7 +23,7 @@ def digests(ranks: int, kinds: str) -> dict[str, str]:
     [
         pytest.param(2, "ddp,fsdp2,fsdp2-ram_efficient", marks=pytest.mark.every_case),
         (3, "ddp,fsdp2,fsdp2-ram_efficient"),  # of 36 rows: uneven
-        (4, "hsdp"),
+        pytest.param(4, "hsdp", marks=pytest.mark.every_case),
     ],
 )
 def test_training_continues_from_the_fp32_weights_as_in_one_process(ranks, kinds):
@@ -36,7 +36,7 @@ def test_training_continues_from_the_fp32_weights_as_in_one_process(ranks, kinds
     [
         ("adamw_bf16_split", "adamw_bf16_split"),
         pytest.param("adamw_bf16_split", "adamw_bf16_kahan", marks=pytest.mark.every_case),
-        ("loop", "adamw_bf16_split"),
+        pytest.param("loop", "adamw_bf16_split", marks=pytest.mark.every_case),
     ],
 )
 def test_a_second_trainer_under_ddp_begins_where_the_first_training_has_ended(first, second):

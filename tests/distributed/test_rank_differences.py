@@ -7,7 +7,7 @@ from tests.support.processes.ranks import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
 def test_what_differs_is_told_on_every_rank_before_the_first_step(kind):
     """Ranks whose devices, buffers, backends or data differ get no error."""
     printed = run_ranks("rank_differences.py", 2, kind)
@@ -24,7 +24,7 @@ def test_an_accelerator_that_has_prepared_a_model_for_training_is_refused(kind):
     assert f"{kind}: refused" in run_ranks("prepared_before.py", 2, kind)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.every_case)])
 def test_trainers_that_differ_tell(kind, tmp_path):
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no", "--max_steps", "2", "--output_dir", tmp_path]
     printed = run_ranks("trainer_ranks.py", 2, kind, *words, SEED_OF_RANK_1="5", fails=True)

@@ -1,4 +1,4 @@
-"""Checkpoints go from four ranks to two, three and one, bit for bit, with uneven shards."""
+"""Checkpoints go from some ranks to others, bit for bit, with uneven shards."""
 
 import pytest
 

@@ -53,7 +53,7 @@ def test_machines_that_see_different_files(tmp_path):
             assert re.search(rf"answer {number} of rank {rank}: {answer}", printed, re.MULTILINE), printed
 
 
-@pytest.mark.parametrize("saved", ["ddp", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("saved", ["ddp", pytest.param("FULL_STATE_DICT", marks=pytest.mark.every_case)])
 def test_a_checkpoint_that_holds_the_model_in_another_way(tmp_path, saved):
     """accelerate raises FileNotFoundError on one rank, and the other waits for it."""
     words = (

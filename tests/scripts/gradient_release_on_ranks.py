@@ -21,6 +21,7 @@ from hf_lowprec.optim.offload import host_steps
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.same_batches import build
 from tests.scripts.trainer_ranks import digest, text
+from tests.support.chosen_cases import one_in_turn
 from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
@@ -66,16 +67,17 @@ def train(
 
 def main(kinds: str, roundings: str) -> None:
     allow_fsdp_on_cpu()
-    for kind, rounding in product(kinds.split(","), roundings.split(",")):
+    for number, (kind, rounding) in enumerate(product(kinds.split(","), roundings.split(","))):
         ordinary, _, _ = train(kind, rounding)
         released, share, _ = train(kind, rounding, gradient_release=True)
         clipped = {"max_grad_norm": 0.25}
-        accumulated = [train(kind, rounding, 2, synced, **clipped) for synced in (False, True)]
+        synchronized = one_in_turn((False, True), number)
+        accumulated = [train(kind, rounding, 2, synced, **clipped) for synced in synchronized]
         with pytest.MonkeyPatch.context() as patch:
             simulate_device(patch, seed=dist.get_rank())
-            for options in ({}, {"gradient_release": True}):
+            for options in one_in_turn(({"gradient_release": True}, {}), number):
                 assert train(kind, rounding, offload_states=True, **options)[0] == ordinary, options
-            for synced, expected in zip((False, True), accumulated, strict=True):
+            for synced, expected in zip(synchronized, accumulated, strict=True):
                 on_host = {"offload_states": True, "offload_gradients": True}
                 found = train(kind, rounding, 2, synced, **clipped, **on_host)
                 assert (found[0], found[2]) == (expected[0], expected[2]), synced

@@ -24,7 +24,7 @@ from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
-HALF = 3
+HALF = 2
 DDP = {name: {name: True} for name in ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")}
 DDP["small_buckets"] = {"bucket_cap_mb": 0.01}
 
