@@ -43,7 +43,9 @@ def test_the_stock_trainer_clips_alike_by_delayed_norms(tmp_path):
     found = []
     for kind in ("ddp", "fsdp2"):
         printed = run_ranks("trainer_ranks.py", 2, kind, *words.split(), str(tmp_path / kind), BUCKET_ELEMENTS="4000")
-        found.append(dict(line.split("=", 1) for line in printed.splitlines() if line.startswith(("digest=", "norms="))))
+        found.append(
+            dict(line.split("=", 1) for line in printed.splitlines() if line.startswith(("digest=", "norms=")))
+        )
     assert found[0]["digest"] == found[1]["digest"]
     norms = ast.literal_eval(found[0]["norms"].strip())
     assert len(norms) == 3 and min(norms) > 0.5

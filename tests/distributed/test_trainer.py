@@ -54,8 +54,8 @@ def test_a_model_that_was_evaluated_first_is_trained_together():
 
 def test_the_last_batches_of_an_epoch_may_be_uneven():
     """13 sequences in batches of 2 on 2 ranks, two micro-batches a step: the fourth step of an epoch has but one."""
-    words = "--optim adamw_bf16_sr --save_strategy no --gradient_accumulation_steps 2 --max_steps 4".split()
-    found = [trained(2, kind, *words, ROWS="13")["digest"] for kind in ("ddp", "fsdp2")]
+    words = "--optim adamw_bf16_sr --save_strategy no --gradient_accumulation_steps 2 --max_steps 4"
+    found = [trained(2, kind, *words.split(), ROWS="13")["digest"] for kind in ("ddp", "fsdp2")]
     assert found[0] == found[1]
 
 

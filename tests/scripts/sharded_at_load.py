@@ -89,7 +89,7 @@ def trainer(model: nn.Module, optim: str, **options) -> Trainer:
     defaults = {
         "output_dir": "unused", "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
         "optim": name, "optim_args": f"state_dtype={state_dtype}" if state_dtype else None, "learning_rate": 1e-2,
-        "weight_decay": 0.1, "max_steps": 4, "logging_steps": 1,
+        "weight_decay": 0.1, "max_steps": 4, "logging_steps": 2,
     }  # fmt: skip
     data = counting_data(62)  # the last batch is short
     for number, row in enumerate(data):  # and ranks get different numbers of labels
