@@ -48,6 +48,12 @@ def other(request) -> str:
     return request.param
 
 
+few_on_triton = pytest.mark.parametrize(
+    "other", ["native", pytest.param("triton", marks=pytest.mark.every_case)], indirect=True
+)
+"""For tests whose facts about `triton`, the slow one, other tests of the short suite see as well."""
+
+
 def assert_backends_agree(
     other: str, cls, make_params, make_grad, steps: int | None = None, **options
 ) -> list[torch.nn.Parameter]:
@@ -103,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
 def test_backends_agree_for_all_sizes(other, cls, dtype, options):
     base = ADAMW if cls is AdamW else SGDM
@@ -115,6 +122,7 @@ def test_backends_agree_for_all_sizes(other, cls, dtype, options):
 STATE_DTYPES = [BF16, FP32, "first", "second"]
 
 
+@few_on_triton
 @pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize(("cls", "dtype", "options"), [case for case in CASES if case.values[1] is not FP32])
@@ -134,6 +142,7 @@ FORMULAS += [(Adam, {"weight_decay": 0.1}), (RAdam, {"weight_decay": 0.1}), (Lio
 FORMULAS += [(Adan, {"weight_decay": 0.1}), (Adan, {"state_dtype": {"previous_grad": FP32, "exp_avg_diff": FP32}})]
 
 
+@few_on_triton
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(("cls", "options"), FORMULAS, ids=str)
 def test_backends_agree_for_all_formulas(other, cls, options, rounding):
@@ -148,16 +157,26 @@ LOOKING_AT_WHOLE_TENSORS = [(StableAdamW, {"weight_decay": 0.1}), (StableAdamW, 
 LOOKING_AT_WHOLE_TENSORS += [(muon, {}), (muon, {"max_grad_norm": 0.1, "nesterov": False, "skip_nonfinite": True})]
 LOOKING_AT_WHOLE_TENSORS += [(Adafactor, {"lr": 0.1}), (Adafactor, {"beta1": 0.9, "max_grad_norm": 0.1})]
 LOOKING_AT_WHOLE_TENSORS += [(Adafactor, {"scale_parameter": False, "skip_nonfinite": True, "maximize": True})]
+# Each in one mode on `native`; on `triton`, where they take seconds, one of each algorithm.
+LOOKING_AT_WHOLE_TENSORS = [
+    pytest.param(
+        *(other, make, options, rounding),
+        id=f"{other}-{make.__name__}-{options}-{rounding}",
+        marks=() if number % 3 == of_mode and (other == "native" or number in (1, 5)) else pytest.mark.every_case,
+    )
+    for other in ("native", "triton")
+    for number, (make, options) in enumerate(LOOKING_AT_WHOLE_TENSORS)
+    for of_mode, rounding in enumerate(("kahan", "split", "stochastic"))
+]
 
 
-@pytest.mark.combinations(1)
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
-@pytest.mark.parametrize(("make", "options"), LOOKING_AT_WHOLE_TENSORS, ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize(("other", "make", "options", "rounding"), LOOKING_AT_WHOLE_TENSORS, indirect=["other"])
 def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding):
     """Around a chunk's end; sums in FP64 differ in their order, which does not reach the FP32 mean."""
     if make is muon and device_of(other) != "cpu":
         pytest.skip("matrix products are the device's own")
-    shapes = [*SIZES[other], (33, 31), (31, 33), (2, 9, 5)]
+    sizes = SIZES[other] if other == "native" or GPU else [(7,), (0,), (), (CHUNK + 1,)]
+    shapes = [*sizes, (33, 31), (31, 33), (2, 9, 5)]
     assert_backends_agree(other, make, contiguous(BF16, shapes), normal, rounding=rounding, **options)
 
 
@@ -178,10 +197,11 @@ EVERY_ALGORITHM += [(StableAdamW, {}), (Adafactor, {"beta1": 0.9}), (muon, {})]
 
 def assert_backends_agree_in_8_bits(other: str, make, shapes=WHOLE_BLOCKS, make_grad=normal, dtype=BF16, **options):
     options = {"lr": 1e-2, "state_dtype": torch.int8, "rounding": "stochastic", **options}
-    steps = {"native": 12, "triton": 12 if GPU else 2}[other]
+    steps = {"native": 6, "triton": 12 if GPU else 2}[other]
     return assert_backends_agree(other, make, contiguous(dtype, shapes), make_grad, steps, **options)
 
 
+@few_on_triton
 @pytest.mark.parametrize(("make", "options"), EVERY_ALGORITHM, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_backends_agree_in_8_bits_for_all_algorithms(other, make, options):
     if make is muon and device_of(other) != "cpu":
@@ -203,6 +223,7 @@ SOME_IN_8_BITS = [
 SOME_IN_8_BITS += [{"maximize": True, "max_grad_norm": 0.1, "skip_nonfinite": True}]
 
 
+@few_on_triton
 @pytest.mark.parametrize("options", SOME_IN_8_BITS, ids=str)
 def test_backends_agree_in_8_bits_for_all_options(other, options):
     """An infinite gradient in the second step, if that is skipped."""
@@ -216,6 +237,7 @@ def test_backends_agree_in_8_bits_for_all_options(other, options):
         assert param.isfinite().all()
 
 
+@few_on_triton
 @pytest.mark.parametrize("make", [AdamW, StableAdamW])
 def test_backends_agree_in_8_bits_above_a_chunk_and_beside_other_tensors(other, make, monkeypatch):
     monkeypatch.setattr("hf_lowprec.optim.backends.eager.CHUNK", 1024)
@@ -390,6 +412,7 @@ def awkward(dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
+@few_on_triton
 @pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
 def test_parameters_that_are_not_contiguous(other, cls, dtype, options):
     """Backends agree, and do what they do to a contiguous copy: an element is its logical place, not its address."""
