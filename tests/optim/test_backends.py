@@ -14,7 +14,7 @@ from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.rounding import MODES
 from tests.support.optim.gradient_dtypes import allow_gradients_in
 from tests.support.same_numbers import same_numbers
-from tests.support.triton_available import device_of, quiet_interpreter, require_triton
+from tests.support.triton_available import device_of, quiet_interpreter, rarely_on_triton, require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 pytestmark = quiet_interpreter
@@ -46,12 +46,6 @@ def other(request) -> str:
     if request.param == "triton":
         require_triton()
     return request.param
-
-
-few_on_triton = pytest.mark.parametrize(
-    "other", ["native", pytest.param("triton", marks=pytest.mark.every_case)], indirect=True
-)
-"""For tests whose facts about `triton`, the slow one, other tests of the short suite see as well."""
 
 
 def assert_backends_agree(
@@ -122,7 +116,7 @@ def test_backends_agree_for_all_sizes(other, cls, dtype, options):
 STATE_DTYPES = [BF16, FP32, "first", "second"]
 
 
-@few_on_triton
+@rarely_on_triton("other")
 @pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize(("cls", "dtype", "options"), [case for case in CASES if case.values[1] is not FP32])
@@ -142,7 +136,7 @@ FORMULAS += [(Adam, {"weight_decay": 0.1}), (RAdam, {"weight_decay": 0.1}), (Lio
 FORMULAS += [(Adan, {"weight_decay": 0.1}), (Adan, {"state_dtype": {"previous_grad": FP32, "exp_avg_diff": FP32}})]
 
 
-@few_on_triton
+@rarely_on_triton("other")
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(("cls", "options"), FORMULAS, ids=str)
 def test_backends_agree_for_all_formulas(other, cls, options, rounding):
@@ -201,7 +195,7 @@ def assert_backends_agree_in_8_bits(other: str, make, shapes=WHOLE_BLOCKS, make_
     return assert_backends_agree(other, make, contiguous(dtype, shapes), make_grad, steps, **options)
 
 
-@few_on_triton
+@rarely_on_triton("other")
 @pytest.mark.parametrize(("make", "options"), EVERY_ALGORITHM, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_backends_agree_in_8_bits_for_all_algorithms(other, make, options):
     if make is muon and device_of(other) != "cpu":
@@ -223,7 +217,7 @@ SOME_IN_8_BITS = [
 SOME_IN_8_BITS += [{"maximize": True, "max_grad_norm": 0.1, "skip_nonfinite": True}]
 
 
-@few_on_triton
+@rarely_on_triton("other")
 @pytest.mark.parametrize("options", SOME_IN_8_BITS, ids=str)
 def test_backends_agree_in_8_bits_for_all_options(other, options):
     """An infinite gradient in the second step, if that is skipped."""
@@ -237,7 +231,7 @@ def test_backends_agree_in_8_bits_for_all_options(other, options):
         assert param.isfinite().all()
 
 
-@few_on_triton
+@rarely_on_triton("other")
 @pytest.mark.parametrize("make", [AdamW, StableAdamW])
 def test_backends_agree_in_8_bits_above_a_chunk_and_beside_other_tensors(other, make, monkeypatch):
     monkeypatch.setattr("hf_lowprec.optim.backends.eager.CHUNK", 1024)
@@ -412,7 +406,7 @@ def awkward(dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
-@few_on_triton
+@rarely_on_triton("other")
 @pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
 def test_parameters_that_are_not_contiguous(other, cls, dtype, options):
     """Backends agree, and do what they do to a contiguous copy: an element is its logical place, not its address."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW
-from tests.support.triton_available import quiet_interpreter
+from tests.support.triton_available import quiet_interpreter, rarely_on_triton
 
 pytestmark = quiet_interpreter
 BACKENDS = ("eager", "native")
@@ -248,6 +248,7 @@ def test_a_change_between_steps_counts(change, any_backend):
     assert_equal(params, optimizer, copies, other)
 
 
+@rarely_on_triton()
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize("change", CHANGES_OF_TENSORS, ids=lambda change: change.__name__)
 def test_a_change_before_or_after_clipping_counts(change, any_backend):
@@ -307,6 +308,7 @@ def test_a_step_that_fails_keeps_no_gradient_alive(any_backend, change):
     assert gone() is None
 
 
+@rarely_on_triton()
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
 def test_the_default_device_and_dtype_do_not_matter(any_backend, options):
     trained = []

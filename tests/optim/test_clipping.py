@@ -13,7 +13,7 @@ from torch import nn
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends.eager import EagerStep
 from hf_lowprec.optim.step.clipping import CHUNK, clip_factor
-from tests.support.triton_available import device_of, quiet_interpreter
+from tests.support.triton_available import device_of, quiet_interpreter, rarely_on_triton
 
 pytestmark = quiet_interpreter
 SHAPES = [(33, 65), (3,), (0,), (2 * 8192 + 5,)]
@@ -66,6 +66,7 @@ def test_it_follows_torch(backend):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5 * 1e-2 * (step + 1))
 
 
+@rarely_on_triton()
 def test_a_norm_below_the_limit_changes_nothing(backend):
     clipped, plain = params(backend), params(backend)
     optimizers = [AdamW(clipped, backend=backend, max_grad_norm=1e6), AdamW(plain, backend=backend)]
@@ -90,6 +91,7 @@ def test_the_step_does_not_take_a_norm_again_that_was_asked_for(monkeypatch):
 
 
 # No rounding ever sees the value: each mode gets one of them.
+@rarely_on_triton()
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize(
     ("rounding", "bad"),

@@ -17,6 +17,7 @@ from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.optim.every_optimizer import NEED_ALL_GRADIENTS, build, every_configuration
 from tests.support.random_numbers import randn
+from tests.support.triton_available import rarely_on_triton
 
 BUCKET = 300
 """Elements; the models below have several buckets of it."""
@@ -87,6 +88,7 @@ def test_weights_and_states_are_those_of_the_ordinary_step(name, dtype, options)
     assert_same_bits(*both(functools.partial(network, dtype), make))
 
 
+@rarely_on_triton()
 @pytest.mark.parametrize("options", [{}, {"rounding": "split", "state_dtype": torch.int8}], ids=str)
 def test_backends_give_the_same_bits(any_backend, options):
     def make(model, **release):

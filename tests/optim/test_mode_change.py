@@ -13,6 +13,7 @@ from hf_lowprec.optim.state.low_bits import fp32_estimates
 from hf_lowprec.rounding.random_bits import random_bits
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, train
 from tests.support.random_numbers import randn
+from tests.support.triton_available import rarely_on_triton
 
 BF16 = torch.bfloat16
 OTHERS = ["stochastic", "nearest"]
@@ -96,6 +97,7 @@ def test_the_bits_are_a_function_of_seed_parameter_and_element():
         assert torch.equal(param.detach().view(torch.int16).to(torch.int64) & 0xFFFF, (pattern >> 16) & 0xFFFF)
 
 
+@rarely_on_triton()
 @pytest.mark.parametrize("rounding", OTHERS)
 @pytest.mark.parametrize("cls", [AdamW, SGD, StableAdamW, Adafactor])
 def test_backends_agree_before_and_after(cls, rounding, any_backend):

@@ -168,9 +168,8 @@ def has_ended(process: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("blank", ["", "   "])
-def test_a_blank_cc_variable_counts_as_unset(blank, tmp_path):
-    assert run_script(tmp_path / "cache", CC=blank) == {"error": "", "auto_is_eager": True, "warnings": []}
+def test_a_blank_cc_variable_counts_as_unset(tmp_path):
+    assert run_script(tmp_path / "cache", CC="   ") == {"error": "", "auto_is_eager": True, "warnings": []}
 
 
 def test_a_compiler_that_names_its_version_in_another_encoding(tmp_path):

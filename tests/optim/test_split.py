@@ -13,6 +13,7 @@ from hf_lowprec.rounding import MODES, join
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.random_numbers import randn
 from tests.support.rounding.kept_low_bits import kept_values
+from tests.support.triton_available import rarely_on_triton
 
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
 EXACT = {"rounding": "split", "state_dtype": FP32}
@@ -64,6 +65,7 @@ def test_many_steps_are_those_of_fp32():
     assert torch.equal(hf_lowprec.fp32_state_dict(nn.ParameterList([split]), optimizers[0])["0"], ours.detach())
 
 
+@rarely_on_triton()
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_is_its_fp32_self(name, any_backend):
     """Matrices that are orthogonalized go through BF16 in both."""

@@ -5,6 +5,8 @@ torchrun --nproc-per-node 4 sharded_steps.py eager|native|triton
 
 import copy
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
-from tests.support.chosen_cases import one_in_turn
+from tests.support.chosen_cases import EVERY_CASE
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
@@ -39,7 +41,7 @@ CASES = {
 }
 FOR_THE_INTERPRETER = ("rows", "columns", "tensor parallel below data parallel", "hybrid")
 """One of each kind of segments, since Triton's interpreter takes seconds for each."""
-STEPS = {"eager": 4, "native": 4, "triton": 3}
+STEPS = 4 if EVERY_CASE else 3
 
 
 def muon(params, **options) -> LowPrecisionOptimizer:
@@ -47,7 +49,6 @@ def muon(params, **options) -> LowPrecisionOptimizer:
     return Muon(params, matrices=[p for p in params if p.ndim in (2, 3)], **options)
 
 
-LOOKING_AT_WHOLE_TENSORS = (StableAdamW, muon)
 FACTORED = ({}, {"beta1": 0.9, "weight_decay": 0.1}, {"scale_parameter": False, "rounding": "split"})
 """Options of Adafactor, whose states, means over rows and columns, are read by every backend."""
 
@@ -80,7 +81,7 @@ def check(
             set_low_bits(parts[k], shard_like(kept, parts[k]))
     whole = make(full, lr=0.1, backend="eager", **options)
     sharded = make(parts, lr=0.1, backend=backend, **options)
-    for step in range(1, STEPS[backend] + 1):
+    for step in range(1, STEPS + 1):
         if step == 2:  # on from a checkpoint
             for optimizer in (whole, sharded) if make is ScheduleFreeAdamW else ():
                 optimizer.eval()
@@ -151,13 +152,37 @@ def check_monitor_of_torch(name: str, mesh, shapes, placements) -> None:
     parts = [torch.nn.Parameter(shard(param.detach().clone(), mesh, placements)) for param in full]
     optimizers = [torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1) for params in (full, parts)]
     monitors = [hf_lowprec.PrecisionMonitor(optimizer, every=1) for optimizer in optimizers]
-    for step in range(1, STEPS["eager"] + 1):
+    for step in range(1, STEPS + 1):
         for k, (param, part) in enumerate(zip(full, parts, strict=True)):
             param.grad = gradient(param.shape, step, k).to(param.dtype)
             part.grad = shard(param.grad, mesh, placements)
         for optimizer in optimizers:
             optimizer.step()
         check_sums(monitors, name)
+
+
+def checks_of_a_sharding(name: str, mesh, shapes, placements, backend: str) -> list[Callable[[], None]]:
+    """Every check, of the AdamW of this package and of other optimizers."""
+
+    def of(make, **options) -> Callable[[], None]:
+        return partial(check, name, make, mesh, shapes, placements, backend, **options)
+
+    # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
+    never = {"max_grad_norm": 1e6}
+    checks = [of(AdamW, rounding=rounding) for rounding in ("kahan", "stochastic")]
+    checks += [of(AdamW, rounding="split", gradient_release=True), of(AdamW, skip_nonfinite=True, **never)]
+    checks += [of(Adafactor, **never, **options) for options in FACTORED]
+    if backend == "triton":
+        return checks
+    # No backend does what the others look at: whole tensors, averages, low bits that are kept, changes of the mode.
+    checks += [of(StableAdamW, **never), of(muon, **never)]
+    checks += [of(ScheduleFreeAdamW, rounding=rounding) for rounding in ("split", "kahan", "stochastic")]
+    checks += [of(AdamW, rounding=rounding, low=True) for rounding in ("kahan", "split")]
+    checks += [of(AdamW, rounding="kahan", then=then) for then in ("stochastic", "split")]
+    checks += [of(AdamW, rounding="split", then="kahan")]
+    if name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
+        checks += [partial(check_monitor_of_torch, name, mesh, shapes, placements)]
+    return checks
 
 
 def main(backend: str) -> None:
@@ -169,27 +194,9 @@ def main(backend: str) -> None:
     cases = CASES if backend != "triton" else {name: CASES[name] for name in FOR_THE_INTERPRETER}
     for number, (name, (kind, shapes, placements)) in enumerate(cases.items()):
         mesh = {"line": line, "square": square}[kind]
-        arguments = (mesh, shapes, placements, backend)
-        for rounding in one_in_turn(("kahan", "split", "stochastic"), number):
-            released = {"gradient_release": True} if rounding == "split" else {}
-            check(name, AdamW, *arguments, rounding=rounding, **released)
-        if backend == "native" and name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
-            check_monitor_of_torch(name, mesh, shapes, placements)
-        if backend == "native":  # no backend initializes compensations or converts them to another mode
-            for rounding in one_in_turn(("kahan", "split"), number // 2):
-                check(name, AdamW, *arguments, rounding=rounding, low=True)
-            changes = (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan"))
-            for first, then in one_in_turn(changes, number // 2):
-                check(name, AdamW, *arguments, rounding=first, then=then)
-        # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
-        check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
-        # No backend looks at whole tensors.
-        for algorithm in one_in_turn(LOOKING_AT_WHOLE_TENSORS, number) if backend == "native" else ():
-            check(name, algorithm, *arguments, max_grad_norm=1e6)
-        for rounding in one_in_turn(("split", "kahan", "stochastic"), number) if backend == "native" else ():
-            check(name, ScheduleFreeAdamW, *arguments, rounding=rounding)
-        for options in one_in_turn(FACTORED, number):
-            check(name, Adafactor, *arguments, max_grad_norm=1e6, **options)
+        checks = checks_of_a_sharding(name, mesh, shapes, placements, backend)
+        for each in checks if EVERY_CASE else checks[number % 6 :: 6]:
+            each()
     if backend == "native":
         check("matrices that are one batch", muon, line, [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
     check_gradients_placed_otherwise(line, backend)

@@ -10,6 +10,14 @@ quiet_interpreter = pytest.mark.filterwarnings("ignore:.* encountered in:Runtime
 """Ignores what NumPy, with which the interpreter computes, says about overflows, NaN and divisions by zero."""
 
 
+def rarely_on_triton(fixture: str = "backend") -> pytest.MarkDecorator:
+    """Mark a test of the short suite that leaves `triton`, whose interpreter is slow, to other tests."""
+    others = ["native"] if fixture == "other" else ["eager", "native"]
+    return pytest.mark.parametrize(
+        fixture, [*others, pytest.param("triton", marks=pytest.mark.every_case)], indirect=True
+    )
+
+
 class InPlaceOfAKernel:
     """Base of classes that stand for a Triton function in a test: the backend compiles what it will launch."""
 
