@@ -50,6 +50,7 @@ def test_a_broken_layer_is_kept_in_fp32(monkeypatch, where):
     assert architecture_check.check(HubertForCTC, "hubert").kind == FAILS
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("mistake", [norms_are_cast, norms_do_not_round])
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_mistake_of_ours_is_not_left_to_the_layer(monkeypatch, mistake, broken):

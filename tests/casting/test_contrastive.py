@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
+from tests.support.chosen_cases import nightly_except
 from tests.support.every_architecture.architecture_check import without_chance
 from tests.support.every_architecture.tiny_batches import offers
 from tests.support.every_architecture.tiny_configs import tiny_config
@@ -32,6 +33,9 @@ CONTRASTIVE = {
 }
 """Classes with a contrastive loss, and their model types."""
 
+SHORT = {"AlignModel", "BlipModel", "CLIPModel", "ClvpModelForConditionalGeneration", "FlavaForPreTraining"}
+SHORT |= {"SiglipModel", "Owlv2Model", "XCLIPModel"}
+
 UNBUILT = {"PeVideoModel", "PeAudioVideoModel"}
 """They have one too, but their tiny configs need timm; their losses are those of `PeAudioModel`."""
 
@@ -50,6 +54,7 @@ OTHERS = {
 """Classes that look like it, and why they are none of these."""
 
 
+@pytest.mark.every_case
 def test_these_are_all_classes_that_have_one() -> None:
     found = set[str]()
     for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
@@ -95,7 +100,7 @@ def upcast(name: str) -> tuple[Any, Batch]:
     return model, batch
 
 
-@pytest.mark.parametrize("name", CONTRASTIVE)
+@pytest.mark.parametrize("name", nightly_except(SHORT, CONTRASTIVE))
 def test_the_loss_and_what_it_compares_are_float32(name: str) -> None:
     model, batch = upcast(name)
     outputs = model(**copy.deepcopy(batch))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.casting import cast_model, return_float32, uncast_model
+from tests.support.chosen_cases import nightly_except
 from tests.support.models.inspection import BF16, COPIES, FP16, FP32, copy_of
 
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
@@ -111,8 +112,13 @@ def build(net: type[nn.Module], dtype: torch.dtype = BF16) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("dtype", "compiled"), [(BF16, False), (FP16, False), (BF16, True)])
-@pytest.mark.parametrize("net", LOSSES)
+@pytest.mark.parametrize(
+    ("net", "dtype", "compiled"),
+    [
+        *((net, dtype, False) for net in LOSSES for dtype in (BF16, FP16)),
+        *nightly_except([(BuiltWithWeights, BF16, True), (Product, BF16, True)], [(net, BF16, True) for net in LOSSES]),
+    ],
+)
 def test_the_loss_is_that_of_the_16_bit_predictions(net: type[Net], dtype: torch.dtype, compiled: bool) -> None:
     model = build(net, dtype)
     torch.compiler.reset()
@@ -167,6 +173,7 @@ class Checkpointed(Net):
         return F.cross_entropy(self.head(hidden), CLASSES, weight=weights)
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_loss_in_a_checkpoint_computes_in_16_bits(

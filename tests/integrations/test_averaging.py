@@ -40,6 +40,7 @@ def estimates(model, optimizer):
     return {name: exact(param, optimizer.state[param]) for name, param in model.named_parameters()}
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(
     ("functions", "weight"),

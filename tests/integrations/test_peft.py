@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer
 
 import hf_lowprec
+from tests.support.chosen_cases import nightly_except
 from tests.support.models import tiny_models
 from tests.support.training.tiny_trainer import (
     arguments,
@@ -41,7 +42,7 @@ def adapters(model) -> dict[str, torch.nn.Parameter]:
 
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize(("name", "base"), [("adamw_bf16_kahan", FP32), ("adamw_bf16_sr", BF16)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", nightly_except({"lora", "dora", "saved_both", "ia3", "p_tuning"}, METHODS))
 def test_adapters_learn_as_in_fp32(tmp_path, method, name, base):
     """The trained weights end where FP32's do: along FP32's displacement they go the whole way, and not far beside it.
 
@@ -71,6 +72,7 @@ def test_adapters_learn_as_in_fp32(tmp_path, method, name, base):
 class TestFP32Adapters:
     """`keep_fp32=lora_*`: adapters in plain FP32 AdamW on a BF16 base, whatever the base came in."""
 
+    @pytest.mark.combinations(1)
     @pytest.mark.parametrize("base", [FP32, BF16])
     @pytest.mark.parametrize("method", ["dora", "embedding"])
     def test_in_trainer(self, tmp_path, capsys, method, base):
@@ -146,7 +148,7 @@ class TestDtypesInsidePeft:
 
 
 class TestLoraPlus:
-    @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+    @pytest.mark.parametrize("rounding", nightly_except({"kahan"}, ["kahan", "stochastic"]))
     def test_its_groups_train(self, tmp_path, rounding):
         """Built before the Trainer casts: parameters keep their identity. `optimizer_cls_and_kwargs` has no groups."""
         rates = {"lr": 1e-3, "loraplus_lr_ratio": 16, "loraplus_lr_embedding": 5e-3, "loraplus_weight_decay": 0.1}

@@ -3,13 +3,22 @@
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
 import pytest
 
 EVERY_CASE = bool(os.environ.get("HF_LOWPREC_EVERY_CASE"))
+
+
+def nightly_except(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters, or tuples of them, of which the short suite takes those in `short`: others are for `every_case`."""
+    marked = pytest.mark.every_case
+    return [
+        case if case in short else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=marked)
+        for case in cases
+    ]
 
 
 def one_in_turn(options: Sequence[Any], number: int) -> Sequence[Any]:

@@ -27,8 +27,8 @@ def test_weights_logs_and_resumed_runs_are_those_of_the_ordinary_step(
     monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 4000)
     settings |= {
         "optim": "adamw_bf16_split",
-        "max_steps": 6,
-        "save_steps": 3,
+        "max_steps": 4,
+        "save_steps": 2,
         "save_strategy": "steps",
         "logging_steps": 1,
     }
@@ -40,7 +40,7 @@ def test_weights_logs_and_resumed_runs_are_those_of_the_ordinary_step(
     moved = "states and gradients" if "offload_gradients" in optim_args else "states"
     assert f", {moved} in host memory" in capsys.readouterr().out
     resumed = [
-        trained(tmp_path / f"from_{run}", resume=str(tmp_path / run / "checkpoint-3"), optim_args=args, **settings)
+        trained(tmp_path / f"from_{run}", resume=str(tmp_path / run / "checkpoint-2"), optim_args=args, **settings)
         for run, args in (("a", optim_args), ("b", ordinary_args))
     ]
     for other in (offloaded, *resumed):

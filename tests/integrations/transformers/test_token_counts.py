@@ -49,19 +49,21 @@ def assert_normalized(loss: float, gradients: dict[str, torch.Tensor], tokens: i
     assert abs(scale(gradients, exact) - 1) < unit / 8
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("tokens", COUNTS)
 def test_one_rank(tokens: int, micro_batches: int) -> None:
     assert_normalized(*stepped(tokens, micro_batches, "adamw_bf16_sr"), tokens, 2.0**-8)
 
 
+@pytest.mark.every_case
 def test_fp32_is_the_formula() -> None:
     assert_normalized(*stepped(257, 4, "adamw_torch"), 257, 2.0**-18)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("tokens", "micro_batches"), [(257, 1), (4111, 2)])
+@pytest.mark.parametrize(("tokens", "micro_batches"), [pytest.param(257, 1, marks=pytest.mark.every_case), (4111, 2)])
 def test_two_ranks(tmp_path: Path, tokens: int, micro_batches: int) -> None:
     out = tmp_path / "step.pt"
     run_ranks("token_counts.py", 2, str(out), str(tokens), str(micro_batches), "adamw_bf16_kahan")

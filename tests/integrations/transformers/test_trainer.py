@@ -10,6 +10,7 @@ from transformers import (
 )
 
 import hf_lowprec
+from tests.support.chosen_cases import nightly_except
 from tests.support.training.tiny_trainer import (
     arguments,
     assert_pure_bf16,
@@ -31,11 +32,12 @@ SETTINGS = {
     "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
     "label_smoothing": {"label_smoothing_factor": 0.1},
 }
+SHORT = ("plain", "gradient_accumulation", "clipping", "bf16_by_habit", "evaluation")
 
 
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize("name", ["adamw_bf16_kahan", "adamw_bf16_sr"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", nightly_except(SHORT, SETTINGS))
 def test_training_follows_fp32(tmp_path, setting, name):
     """The same loss as FP32 AdamW under the same settings.
 
