@@ -111,6 +111,7 @@ def check_training(
 
 
 class TestArchitectures:
+    @pytest.mark.combinations(1)
     @pytest.mark.parametrize(("name", "tied", "attention"), VARIANTS)
     def test_trains(self, name: str, tied: bool, attention: str) -> None:
         def build() -> tiny_models.Built:

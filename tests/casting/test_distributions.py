@@ -51,6 +51,7 @@ DOMAINS = {
 }
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("distribution", DOMAINS)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_samples_are_float32(name: str, distribution: str) -> None:

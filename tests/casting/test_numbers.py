@@ -239,7 +239,7 @@ def test_layers_round_timesteps() -> None:
     assert model(torch.tensor([0.3, 0.7])).dtype == BF16
 
 
-@pytest.mark.parametrize("name", ["EDM", "Flux"])
+@pytest.mark.parametrize("name", [pytest.param("EDM", marks=pytest.mark.every_case), "Flux"])
 def test_compiled(name: str) -> None:
     torch.compiler.reset()
     model, batch = built(name)

@@ -90,7 +90,8 @@ CASES = [
     ("mixtral", "sdpa", "adamw_bf16_kahan", False),
     ("bert", "sdpa", "adamw_bf16_kahan", True),
     ("bert", "eager", "adamw_torch", False),
-    ("t5", "eager", "adamw_bf16_kahan", False),  # sdpa: a CPU has no fused kernel for a position bias with gradients
+    # sdpa: a CPU has no fused kernel for a position bias with gradients
+    pytest.param("t5", "eager", "adamw_bf16_kahan", False, marks=pytest.mark.every_case),
 ]
 
 

@@ -30,7 +30,7 @@ def test_the_best_setting_is_the_first_that_fits():
     everything = fit(1 << 40, batch_size=1)
     assert [setting.option for setting in everything] == [*OPTIONS]
     peaks = {setting.option: setting.peak for setting in everything}
-    for peak in peaks.values():
+    for peak in sorted({*peaks.values()})[::4]:
         assert best(fit(peak + RESERVE, batch_size=1)).option == next(each for each in OPTIONS if peaks[each] <= peak)
     least = min(peaks.values())
     nothing = fit(least + RESERVE - 1, batch_size=1)
@@ -82,6 +82,7 @@ def test_peak_and_checkpoint_are_those_of_training(tmp_path, title):
     assert setting.checkpoint < saved < setting.checkpoint + 64_000  # names, shapes and the settings of param groups
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_the_peak_is_that_measured_on_a_gpu():
     """`make report-gpu` trained a Llama of this shape with 1.24 billion parameters."""

@@ -31,6 +31,7 @@ def build(tied: bool, device: str = "cpu") -> LlamaForCausalLM:
         return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, tie_word_embeddings=tied, **size))
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(
     ("tied", "optim", "in_8_bits", "released"),
     [

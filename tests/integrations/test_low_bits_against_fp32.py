@@ -23,7 +23,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 def train(model, optimizer, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(100):
+    for _ in range(20):
         batch = ROWS[torch.randint(0, len(ROWS), (16,), generator=generator)]
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
@@ -57,12 +57,12 @@ def distances(build, seed: int) -> list[float]:
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.every_case) for seed in (1, 2))])
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_a_hundred_steps_from_an_fp32_checkpoint(build, seed):
-    """Measured 0.006 (Llama) and 0.010 (GPT-2) on each seed; without low bits 0.13 and 0.11.
+def test_twenty_steps_from_an_fp32_checkpoint(build, seed):
+    """Measured 0.013 (Llama) and 0.023 (GPT-2) on each seed; without low bits 0.6 and 0.52.
 
     Weights of σ 0.1 are spaced 2**-11 on average, so what the cast rounds off has a standard deviation of 1.4e-4, a
-    tenth of the displacement of 100 steps of up to 2e-5.
+    third of the displacement of 20 steps of up to 2e-5.
     """
     low_bits, zero = distances(build, seed)
     assert low_bits <= 0.03
-    assert zero >= 0.1
+    assert zero >= 0.4

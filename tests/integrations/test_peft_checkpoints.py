@@ -38,9 +38,9 @@ def holds_what_trains(trainer) -> bool:
 @pytest.mark.parametrize(
     ("method", "optim", "own_optimizer"),
     [
-        ("dora", "adamw_bf16_kahan", False),
+        pytest.param("dora", "adamw_bf16_kahan", False, marks=pytest.mark.every_case),
         ("saved_both", "adamw_bf16_kahan", False),
-        ("saved_both", "adamw_bf16_sr", False),
+        pytest.param("saved_both", "adamw_bf16_sr", False, marks=pytest.mark.every_case),
         ("prefix", "adamw_bf16_sr", False),
         # PEFT loads adapters into new FP32 parameters, which an optimizer that is there would not know.
         ("lora", "adamw_torch", True),

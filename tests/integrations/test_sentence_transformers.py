@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
+from tests.support.chosen_cases import nightly_except
 from tests.support.training.counting_text import pairs, tokenizer
 from tests.support.training.tiny_trainer import arguments, assert_follows, losses
 
@@ -58,7 +59,7 @@ def run(saved, folder, optim, criterion="ranking", resume=None, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("criterion", nightly_except({"ranking", "classifier"}, CRITERIA))
 def test_losses(saved, tmp_path, criterion):
     settings = {"eval_strategy": "steps", "eval_steps": 4}
     reference = run(saved, tmp_path, "adamw_torch", criterion, **settings)

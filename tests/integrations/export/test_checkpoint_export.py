@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_lowprec
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
-from tests.integrations.export.test_save_pretrained import LENGTH, MODELS, llama
+from tests.integrations.export.test_save_pretrained import LENGTH, METHODS, MODELS, llama
+from tests.support.chosen_cases import nightly_except
 from tests.support.training.counting_text import tokenizer
 from tests.support.training.tiny_trainer import arguments, counting_data, trained
 
@@ -51,6 +52,7 @@ def assert_same_folders(found: Path, expected: Path) -> None:
     assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(
     ("optim", "dtype"),
     [("adamw_bf16_kahan", "float32"), ("adamw_bf16_kahan", "bfloat16"), ("adamw_bf16_split", "float32")],
@@ -71,7 +73,7 @@ def test_command_and_function_agree(tmp_path, name, optim, dtype):
     assert report.notes == []
 
 
-@pytest.mark.parametrize("method", ["dora", "saved_both", "embedding", "tokens", "ia3", "prompt", "prefix"])
+@pytest.mark.parametrize("method", nightly_except({"saved_both", "tokens", "prefix"}, METHODS))
 def test_adapters(tmp_path, method):
     pytest.importorskip("peft")
     from tests.support.training.peft_adapters import adapted

@@ -24,6 +24,7 @@ from transformers import (
 
 import hf_lowprec
 from hf_lowprec.rounding.low_bits import keep_low_bits
+from tests.support.chosen_cases import nightly_except
 from tests.support.rounding.kept_low_bits import kept_values
 from tests.support.training.counting_text import tokenizer
 from tests.support.training.tiny_trainer import LENGTH, llama, optimizer_of, trained
@@ -43,6 +44,7 @@ def mixtral() -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
 
 
+METHODS = ("dora", "saved_both", "embedding", "tokens", "ia3", "prompt", "prefix")
 MODELS = {"llama": llama, "tied": tied, "mixtral": mixtral}
 
 
@@ -62,6 +64,7 @@ def assert_loads(folder, expected: dict[str, torch.Tensor], fresh: nn.Module) ->
     assert torch.equal(logits(loaded), logits(fresh))
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(
     ("optim", "size"), [("adamw_bf16_kahan", "5GB"), ("adamw_bf16_kahan", "20KB"), ("adamw_bf16_split", "5GB")]
 )
@@ -160,6 +163,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 @pytest.mark.parametrize("kind", ["new", "over another model", "export"])
 def test_a_kill_at_any_moment_leaves_a_whole_model_or_none(tmp_path, kind, size):
@@ -257,7 +261,7 @@ def test_an_optimizer_before_and_after_saving_trains_the_same(tmp_path):
 class TestAdapters:
     """PEFT models: the folder holds the adapters."""
 
-    @pytest.mark.parametrize("method", ["dora", "saved_both", "embedding", "tokens", "ia3", "prompt", "prefix"])
+    @pytest.mark.parametrize("method", nightly_except({"dora", "saved_both", "prompt"}, METHODS))
     def test_they_load_as_fp32(self, tmp_path, method):
         peft = pytest.importorskip("peft")
         from tests.support.models import tiny_models

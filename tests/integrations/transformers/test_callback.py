@@ -99,21 +99,25 @@ def test_a_schedule_that_enters_nearest_rounding_is_warned_of_then(tmp_path, cap
 
 def test_healthy_training_is_not_warned_of(tmp_path, caplog):
     for name in ("adamw_bf16_kahan", "adamw_bf16_sr", "sgd_bf16_kahan", "muon_bf16_kahan"):
-        trained(tmp_path, optim=name, learning_rate=1e-3, weight_decay=0.1)
+        trained(tmp_path, optim=name, learning_rate=1e-3, weight_decay=0.1, max_steps=4)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("hf_lowprec")] == []
 
 
 def test_many_micro_batches_in_16_bits_are_pointed_out(tmp_path, capsys):
-    settings = {"optim": "adamw_bf16_kahan", "max_steps": 1, "per_device_train_batch_size": 1}
-    trained(tmp_path, gradient_accumulation_steps=127, **settings)
-    assert "grad_accumulation" not in capsys.readouterr().out
-    trained(tmp_path, gradient_accumulation_steps=128, **settings)
-    assert (
-        "gradient_accumulation_steps=128 rounds gradients once per micro-batch; grad_accumulation='fp32'"
-        in capsys.readouterr().out
-    )
-    trained(tmp_path, gradient_accumulation_steps=128, optim_args="grad_accumulation=fp32", **settings)
-    assert "rounds gradients" not in capsys.readouterr().out
+    class Leave(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    def said(steps, **settings):
+        with pytest.raises(KeyboardInterrupt):
+            settings |= {"optim": "adamw_bf16_kahan", "gradient_accumulation_steps": steps}
+            trained(tmp_path, callbacks=[Leave()], **settings)
+        return capsys.readouterr().out
+
+    assert "grad_accumulation" not in said(127)
+    words = "gradient_accumulation_steps=128 rounds gradients once per micro-batch; grad_accumulation='fp32'"
+    assert words in said(128)
+    assert "rounds gradients" not in said(128, optim_args="grad_accumulation=fp32")
 
 
 def test_optim_args_win_over_the_callback(tmp_path, capsys):

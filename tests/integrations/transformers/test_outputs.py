@@ -256,7 +256,7 @@ def test_one_call_for_a_loop_without_accelerate():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
 def test_on_two_ranks(kind):
     printed = run_ranks("accelerate_outputs.py", 2, kind)
     assert printed.count("FP32 outputs, a loss of FP32") == 2

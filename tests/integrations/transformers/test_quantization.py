@@ -20,6 +20,7 @@ import hf_lowprec
 from hf_lowprec.casting.quantized import acts_as_fp32, is_quantized
 from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
 from hf_lowprec.monitor.memory_estimate import memory_use
+from tests.support.chosen_cases import nightly_except
 from tests.support.models import tiny_models
 from tests.support.models.quantized_models import (
     Int8Linear,
@@ -53,7 +54,7 @@ def refused(tmp_path, model, message: str, **settings) -> None:
     assert {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()} == before
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nightly_except({"parameter_subclass", "wrapper_subclass"}, FORMS))
 def test_adapters_learn_as_in_fp32_on_the_same_base(tmp_path, capsys, form):
     """See `test_peft`; the report counts codes and scales as they are stored."""
     start = trainable(quantized(form))

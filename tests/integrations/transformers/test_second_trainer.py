@@ -15,6 +15,7 @@ from hf_lowprec.optim.state.low_bits import reset_outdated_compensations
 from hf_lowprec.optim.state.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.nearest import spacing
+from tests.support.chosen_cases import nightly_except
 from tests.support.training.fp32_weights_at_start import Beginning
 from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_data, llama, optimizer_of, trained
 
@@ -91,6 +92,7 @@ def test_a_mode_without_a_place_for_them_drops_them(tmp_path):
     assert not any("_low_bits" in vars(param) for param in model.parameters())
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split"])
 @pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])
 def test_the_best_weights_are_fp32_weights_too(tmp_path, loaded_in, optim):
@@ -109,7 +111,7 @@ def test_the_best_weights_are_fp32_weights_too(tmp_path, loaded_in, optim):
     assert all(torch.equal(beginning.estimates[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("first", ["stochastic", "split", "kahan"])
+@pytest.mark.parametrize("first", nightly_except({"split", "kahan"}, ["stochastic", "split", "kahan"]))
 def test_the_best_weights_of_an_earlier_rounding_mode_are_fp32_weights_too(tmp_path, first):
     """A remainder holds what a compensation does; the reverse rounds it to the 8 bits of a BF16 number."""
     schedule = f"rounding={first}:0.5|{'kahan' if first == 'split' else 'split'}"
@@ -198,6 +200,7 @@ def ended_by(error: BaseException, tmp_path, step: int = 3, after: bool = False,
     return trainer
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), torch.OutOfMemoryError("CUDA out of memory"), ValueError("of a callback")]
