@@ -25,6 +25,7 @@ SETTINGS = steps.Settings(modes=("fp32", "sr", "split-int8"), steps=12, records=
 def record(tmp_path, monkeypatch):
     """Runs the experiment in a folder of that name; returns the record without times."""
     monkeypatch.setattr(harness, "CHECKPOINT_EVERY", 0)
+    monkeypatch.setattr(text, "VALIDATION_SEQUENCES", 64)
     small = dataclasses.replace(steps.EXPERIMENT, settings={"hour": SETTINGS})
 
     def run(folder, *cases):

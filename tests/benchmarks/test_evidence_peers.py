@@ -9,6 +9,7 @@ pytest.importorskip("scipy")
 
 from benchmarks.evidence import harness
 from benchmarks.evidence.experiments import peers
+from benchmarks.evidence.training import text
 from benchmarks.evidence.training.replicas import Replicas, Shape
 from benchmarks.peers import memory, optimizers
 from benchmarks.peers.flash_adamw import (
@@ -24,6 +25,11 @@ SHAPE = Shape(width=32, layers=1, length=32)
 SETTINGS = peers.Settings(seeds=2, steps=9, shape=SHAPE, replica_steps=2, repetitions=1)
 SPLIT, FLASH = "hf-lowprec-adamw-split-bf16-states", "flashoptim-adamw-24-bits"
 SR, OPTIMI = "hf-lowprec-adamw-stochastic-8-bit-states", "optimi-adamw-kahan-bf16-states"
+
+
+@pytest.fixture(autouse=True)
+def short_validation(monkeypatch):
+    monkeypatch.setattr(text, "VALIDATION_SEQUENCES", 64)
 
 
 def measured(case, folder):

@@ -60,6 +60,7 @@ def test_a_policy_that_is_certain_of_the_answer_has_no_loss():
     assert sums.tokenizer().decode(right[34], skip_special_tokens=True) == "3 + 4 0 7"
 
 
+@pytest.mark.every_case  # TRL takes seconds to import
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_has_the_optimizer_and_dtypes_that_it_says(mode):
     cls, rounding, matrices, norms = MODES[mode]

@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_lowprec
+from hf_lowprec.tools.inspection.inspection import inspect_checkpoints
+from tests.scripts.trainer_ranks import llama
 from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -25,8 +27,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
     ],
 )
 def test_an_accelerate_loop(tmp_path, kind, ranks, format):
+    """`inspect` reads the state as well, and finds that all weights have moved and nothing is wrong."""
     run_ranks("exported_on_ranks.py", ranks, kind, format, str(tmp_path))
     report = hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out", max_shard_size="50KB")
+    llama().save_pretrained(tmp_path / "start")
+    inspected = inspect_checkpoints(str(tmp_path / "start"), str(tmp_path / "state"))
+    assert inspected.findings == [] and all(row["moved"] > 0 for row in inspected.parts)
     expected = torch.load(tmp_path / "fp32.pt")
     assert report.refined == len([name for name in expected if "norm" not in name])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "live")

@@ -157,6 +157,7 @@ def test_a_run_logs_the_foretold_step(tmp_path, pretrained, kind, scheduler):
     assert_foretold(foretell(pretrained(kind), "adamw_bf16_kahan", scheduler), logged(trainer))
 
 
+@pytest.mark.every_case
 def test_torchs_adamw_in_bf16(tmp_path, pretrained):
     model = load("llama", pretrained("llama")).to(torch.bfloat16)
     measured = Measured()

@@ -36,13 +36,11 @@ RECIPES = {
 }
 
 
-SHORT = ("full_finetuning", "classification")
+NIGHTLY = [pytest.param(name, marks=pytest.mark.every_case) for name in RECIPES if name != "full_finetuning"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name in SHORT else pytest.mark.every_case) for name in RECIPES]
-)
+@pytest.mark.parametrize("recipe", ["full_finetuning", *NIGHTLY])
 def test_a_recipe_learns(tmp_path, recipe):
     if recipe in ("lora_sft", "dpo"):
         pytest.importorskip("trl")

@@ -17,8 +17,6 @@ from transformers import (
 import hf_lowprec
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
 from hf_lowprec.tools.inspection.inspection import inspect_checkpoints
-from tests.scripts import trainer_ranks
-from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import LENGTH, arguments, counting_data, llama
 
 BF16 = torch.bfloat16
@@ -192,14 +190,6 @@ def test_states_of_accelerate(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_sharded_and_safetensors(tmp_path):
-    """A sharded state of two ranks, and the model folder that the run began with."""
-    trainer_ranks.llama().save_pretrained(tmp_path / "start")
-    run_ranks("exported_on_ranks.py", 2, "fsdp2", "sharded", str(tmp_path))
-    found = inspect_checkpoints(str(tmp_path / "start"), str(tmp_path / "state"))
-    assert found.findings == [] and all(row["moved"] > 0 for row in found.parts)
-
-
 def test_adapters(tmp_path):
     pytest.importorskip("peft")
     from tests.support.training.peft_adapters import adapted

@@ -28,7 +28,7 @@ def result(versions: list[np.ndarray], divisor: int | None = None, dtype: torch.
     return out.cpu()
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.every_case) for ranks in (1, 8))])
 def test_the_kernel_over_all_bit_patterns(ranks):
     random = np.random.default_rng(ranks)
     anything = [ALL_PATTERNS, *(random.permutation(ALL_PATTERNS) for _ in range(ranks - 1))]
