@@ -27,6 +27,7 @@ import hf_lowprec
 from tests.golden import trainer
 from tests.golden.exact import digest
 from tests.golden.models import MICRO_BATCHES, Scales, digests
+from tests.golden.recording import runs_of
 from tests.golden.steps import ALGORITHMS, OPTIONS
 from tests.support.processes.fork_ranks import fork_ranks
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
@@ -78,9 +79,9 @@ def train(kind: str, algorithm: str, mode: str, accumulation: str) -> dict[str, 
 
 
 def record(kind: str, runs: list[str]) -> dict[str, Any]:
-    """Digests of algorithms and modes, and of AdamW with each way to add micro-batches up; that alone on three."""
+    """Digests of algorithms and modes, and of AdamW with each way to add micro-batches up."""
     found: dict[str, Any] = {}
-    for algorithm, mode in [("AdamW", "kahan")] if KINDS[kind] == 3 else map(str.split, runs):
+    for algorithm, mode in map(str.split, runs):
         accumulations = ["nearest", "fp32"] if (algorithm, mode) == ("AdamW", "kahan") else ["fp32"]
         found[f"{algorithm} {mode}"] = {
             f"grad_accumulation={accumulation}": train(kind, algorithm, mode, accumulation)
@@ -111,7 +112,7 @@ def main(file: Path, runs: list[str]) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "digests.json")
-            failure = fork_ranks(partial(act, kind, port=store.port, file=part, runs=runs), ranks)
+            failure = fork_ranks(partial(act, kind, port=store.port, file=part, runs=runs_of(kind, runs)), ranks)
             if failure is not None:
                 sys.exit(f"{kind}: {failure}")
             found[kind] = json.loads(part.read_text())

@@ -38,9 +38,18 @@ def test_steps(algorithm, mode):
     assert_steps("native", f"{algorithm} {mode}")
 
 
-@pytest.mark.combinations(1)  # that backends agree is for tests/optim/test_backends.py
-@every_algorithm_and_mode
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+# That backends agree is for tests/optim/test_backends.py, where only Prodigy is missing.
+@pytest.mark.combinations(1)
+@pytest.mark.parametrize(
+    ("backend", "algorithm", "mode"),
+    [
+        pytest.param(
+            *(backend, algorithm, mode),
+            marks=() if backend == "eager" or algorithm == "Prodigy" else pytest.mark.every_case,
+        )
+        for backend, algorithm, mode in itertools.product(("eager", "triton"), steps.ALGORITHMS, steps.MODES)
+    ],
+)
 def test_steps_of_other_backends(backend, algorithm, mode):
     if backend == "triton":
         require_triton()

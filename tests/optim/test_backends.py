@@ -9,7 +9,19 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
+from hf_lowprec.optim import (
+    SGD,
+    Adafactor,
+    Adam,
+    AdamW,
+    Adan,
+    Lion,
+    LowPrecisionOptimizer,
+    Muon,
+    RAdam,
+    ScheduleFreeAdamW,
+    StableAdamW,
+)
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.rounding import MODES
 from tests.support.optim.gradient_dtypes import allow_gradients_in
@@ -302,7 +314,7 @@ def test_backends_agree_on_special_weights(other, rounding, state_dtype):
 FURTHER = [
     pytest.param(cls, dtype, {"rounding": rounding}, id=f"{cls.__name__}-{dtype}-{rounding}")
     for cls, dtype, rounding in [
-        *((cls, BF16, "nearest") for cls in (Adam, RAdam, Lion, Adan)),
+        *((cls, BF16, "nearest") for cls in (Adam, RAdam, Lion, Adan, ScheduleFreeAdamW)),
         *((cls, FP32, "kahan") for cls in (Lion, Adan)),
         *((cls, FP16, "kahan") for cls in (Lion, Adan)),
     ]
