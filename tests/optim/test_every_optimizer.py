@@ -46,6 +46,7 @@ def test_the_loss_goes_in_the_right_direction(name, dtype, options):
     assert change > 0 if options.get("maximize") else change < 0
 
 
+@pytest.mark.combinations(1)
 @every_configuration
 def test_memory_with_holes_gets_the_same_bits(name, dtype, options):
     dense, strided = Problem(dtype), Problem(dtype, contiguous=False)
@@ -56,6 +57,7 @@ def test_memory_with_holes_gets_the_same_bits(name, dtype, options):
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["scalar", "one element"])
+@pytest.mark.combinations(1)
 @every_mode
 def test_a_learning_rate_may_be_a_tensor(name, dtype, options, shape):
     params, twins = parameters(dtype), parameters(dtype)
@@ -72,6 +74,7 @@ def test_a_learning_rate_may_be_a_tensor(name, dtype, options, shape):
     assert same(params, twins)
 
 
+@pytest.mark.combinations(1)
 @every_mode
 def test_maximizing_is_minimizing_the_negative(name, dtype, options):
     params, twins = parameters(dtype), parameters(dtype)
@@ -109,6 +112,7 @@ def test_groups_are_optimizers_of_their_own(name):
     assert not same(grouped[0], parameters(BF16, [(5, 3), (4, 2)]))
 
 
+@pytest.mark.combinations(1)
 @every_mode
 def test_without_gradients_nothing_happens(name, dtype, options):
     params = parameters(dtype)
@@ -123,6 +127,7 @@ def test_without_gradients_nothing_happens(name, dtype, options):
     assert_equal(everything(optimizer), before)
 
 
+@pytest.mark.combinations(1)
 @every_mode
 def test_zero_gradients_move_nothing(name, dtype, options):
     params = parameters(dtype)
@@ -134,6 +139,7 @@ def test_zero_gradients_move_nothing(name, dtype, options):
     assert same(params, parameters(dtype))
 
 
+@pytest.mark.combinations(1)
 @every_mode
 def test_parameters_without_elements_are_stepped_with_the_others(name, dtype, options):
     shapes = [(0, 3), (5, 3), (0,), (7,)]
@@ -148,6 +154,7 @@ def test_parameters_without_elements_are_stepped_with_the_others(name, dtype, op
     train(build(name, alone), alone, range(2))
 
 
+@pytest.mark.combinations(1)
 @every_mode
 def test_states_are_there_after_a_step_and_count_it(name, dtype, options):
     params = parameters(dtype)
@@ -191,6 +198,7 @@ def test_complex_and_sparse_gradients_are_refused(name, kind):
     refuses(optimizer.step, optimizer, [kind])
 
 
+@pytest.mark.combinations(1)
 @every_mode
 def test_a_loss_scale_changes_nothing_and_an_overflow_skips_the_step(name, dtype, options):
     if dtype == FP16:
@@ -272,6 +280,7 @@ def test_subclasses_of_parameter_are_parameters(name):
 
 @pytest.mark.parametrize("loaded_named", [False, True], ids=["to plain", "to named"])
 @pytest.mark.parametrize("saved_named", [False, True], ids=["plain", "named"])
+@pytest.mark.combinations(1)
 @every_mode
 def test_a_loaded_optimizer_goes_on_as_the_saved_one(name, dtype, options, saved_named, loaded_named):
     def named(params, yes):
@@ -308,6 +317,7 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(name, dtype, options, saved
     assert_equal(groups[: len(groups) // 2], groups[len(groups) // 2 :])
 
 
+@pytest.mark.combinations(1)
 @every_mode
 def test_the_state_of_a_fresh_optimizer_makes_a_trained_one_fresh(name, dtype, options):
     params, twins = parameters(dtype), parameters(dtype)

@@ -77,6 +77,7 @@ def both(make_model, make_optimizer, train=train) -> list[list]:
 # The same bits.
 
 
+@pytest.mark.combinations(1)
 @every_configuration
 def test_weights_and_states_are_those_of_the_ordinary_step(name, dtype, options):
     if name in NEED_ALL_GRADIENTS:

@@ -113,6 +113,7 @@ def test_backends_agree_before_and_after(cls, rounding, any_backend):
     assert_equal([first["params"], first["state"]], [second["params"], second["state"]])
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("first", ["kahan", "split", *OTHERS])
 @pytest.mark.parametrize("then", ["kahan", "split", *OTHERS])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

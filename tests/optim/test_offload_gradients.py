@@ -104,6 +104,7 @@ def assert_bits_or_error(monkeypatch, run) -> None:
 ELEMENTWISE = ("SGD", "AdamW", "Adam", "RAdam", "Lion", "Adan", "ScheduleFreeAdamW")
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
@@ -208,6 +209,7 @@ def saved_and_copied_between(model, optimizer):
     return [everything(resumed) for _, resumed in copies]
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -180,6 +180,7 @@ def test_what_does_not_fit_is_refused_by_its_name(path, value, words):
     refuses(lambda: target.load_state_dict(saved), target, [words])
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding):
@@ -193,6 +194,7 @@ def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding):
     refuses(lambda: target.load_state_dict(saved), target, words)
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_that_is_missing_is_refused_by_its_name(name, rounding):
@@ -388,6 +390,7 @@ quiet = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavai
 
 
 @quiet
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(("full", "flat"), FORMS)
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_distributed_checkpoints_resume_bit_for_bit(name, full, flat, tmp_path):
