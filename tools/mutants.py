@@ -52,6 +52,8 @@ def _files(folder: str) -> dict[Path, str]:
 
 def _test_ids(test: str) -> Iterator[str]:
     for path, content in _files("tests").items():
+        if f"def {test}(" not in content:  # searching takes a hundred times as long
+            continue
         for match in re.finditer(rf"^( *)def {test}\(", content, re.M):
             classes = re.findall(r"^class (\w+)", content[: match.start()], re.M) if match[1] else []
             yield "::".join([str(path), *classes[-1:], test])

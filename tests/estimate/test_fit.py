@@ -30,8 +30,8 @@ def test_the_best_setting_is_the_first_that_fits():
     everything = fit(1 << 40, batch_size=1)
     assert [setting.option for setting in everything] == [*OPTIONS]
     peaks = {setting.option: setting.peak for setting in everything}
-    for peak in sorted({*peaks.values()})[::4]:
-        assert best(fit(peak + RESERVE, batch_size=1)).option == next(each for each in OPTIONS if peaks[each] <= peak)
+    peak = sorted({*peaks.values()})[len({*peaks.values()}) // 2]
+    assert best(fit(peak + RESERVE, batch_size=1)).option == next(each for each in OPTIONS if peaks[each] <= peak)
     least = min(peaks.values())
     nothing = fit(least + RESERVE - 1, batch_size=1)
     assert best(nothing) is None and min(setting.missing for setting in nothing) == 1
@@ -53,7 +53,8 @@ def test_a_step_sees_the_same_sequences_and_releases_no_sums():
     assert all(setting.option.gradient_checkpointing for setting in fit(1 << 40, checkpointing=True))
 
 
-def test_shards_of_gradients_are_summed_where_whole_ones_do_not_fit():
+def test_shards_of_gradients_are_summed_where_whole_ones_do_not_fit(monkeypatch):
+    monkeypatch.setattr("hf_lowprec.tools.estimate.fit.OPTIONS", OPTIONS[:2])
     whole, shards = (fit(room, gpus=64, batch_size=1, steps=2)[1] for room in (1 << 40, RESERVE))
     assert (whole.sync_each_batch, shards.sync_each_batch) == (False, True)
     gradients = sum(param.nbytes // 2 for param in build().parameters())

@@ -35,13 +35,13 @@ def build(tied: bool, device: str = "cpu") -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("tied", "optim", "in_8_bits", "released"),
     [
-        (True, "adamw_bf16_split", False, False),
-        (True, "adamw_bf16_split", False, True),
+        pytest.param(True, "adamw_bf16_split", False, False, marks=pytest.mark.every_case),
+        pytest.param(True, "adamw_bf16_split", False, True, marks=pytest.mark.every_case),
         (True, "adamw_bf16_kahan", True, False),
-        (True, "adamw_bf16_sr", True, True),
+        pytest.param(True, "adamw_bf16_sr", True, True, marks=pytest.mark.every_case),
         (False, "adamw_bf16_split", True, True),
         (False, "adafactor_bf16_split", False, False),
-        (True, "adafactor_bf16_sr", False, True),
+        pytest.param(True, "adafactor_bf16_sr", False, True, marks=pytest.mark.every_case),
     ],
 )
 def test_the_peak_of_a_training_step_is_the_estimate(tied, optim, in_8_bits, released):

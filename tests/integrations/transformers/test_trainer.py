@@ -24,7 +24,7 @@ from tests.support.training.tiny_trainer import (
 SAVE_EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 SETTINGS = {
     "plain": {},
-    "gradient_accumulation": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
+    "gradient_accumulation": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "max_steps": 4},
     "clipping": {"max_grad_norm": 0.05},
     "warmup_and_cosine": {"warmup_steps": 4, "lr_scheduler_type": "cosine"},
     "weight_decay": {"weight_decay": 0.1},
