@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.combinations(1)
+@rarely_on_triton("other")
 @pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
 def test_backends_agree_for_all_sizes(other, cls, dtype, options):
     base = ADAMW if cls is AdamW else SGDM

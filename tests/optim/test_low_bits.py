@@ -62,6 +62,7 @@ def close(found: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
     return all(((a.double() - b).abs() <= 2.0**-16 * b.abs()).all() for a, b in zip(found, exact, strict=True))
 
 
+@pytest.mark.combinations(1)
 @every_algorithm
 @pytest.mark.parametrize(("dtype", "rounding"), CASES)
 def test_steps_of_size_zero_change_no_weight(name, dtype, rounding):

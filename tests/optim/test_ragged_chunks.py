@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 BLOCK, CHUNK = 128, 256
 """Of the tests, so that a tensor of a few hundred elements has several chunks; a warp's threads have one element."""
-LENGTHS = [length + k for length in (0, 8, BLOCK, CHUNK) for k in (-1, 0, 1, 7) if length + k >= 0]
+LENGTHS = [length + k for length in (0, BLOCK, CHUNK) for k in (-1, 0, 1, 8) if length + k >= 0]
 LENGTHS += [BLOCK + 8, 2 * CHUNK, 2 * CHUNK + 1, 777]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_lowprec.optim import StableAdamW
 from hf_lowprec.optim.step.fused_step import evaluate
 from tests.support.optim.fp64_sums import USUAL_ERROR
-from tests.support.triton_available import device_of, quiet_interpreter
+from tests.support.triton_available import device_of, quiet_interpreter, rarely_on_triton
 
 pytestmark = quiet_interpreter
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -49,6 +49,7 @@ def relative_error(total: float, exact: float) -> float:
     return abs(total / exact - 1)
 
 
+@rarely_on_triton()
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize("state_dtype", [BF16, FP32, torch.int8], ids=str)
 def test_the_sums_of_several_tensors(backend, state_dtype):

@@ -88,15 +88,15 @@ def test_registers_are_limited_by_the_option_of_the_gpu(monkeypatch, warp_size, 
 
 
 def test_many_tensors_are_one_launch_per_spec(launches):
-    weights, norms = make([(k % 17,) for k in range(50)]), make([(5,)] * 10, FP32)
+    weights, norms = make([(k % 17,) for k in range(20)]), make([(5,)] * 3, FP32)
     reference = [nn.Parameter(p.detach().cpu()) for p in weights + norms]
     for param, source in zip(reference, weights + norms, strict=True):
         param.grad = source.grad.cpu()
     optimizer = AdamW(weights + norms, lr=0.1, backend="triton")
     optimizer.step()
     assert sum(launches.values()) == 2
-    not_empty = sum(k % 17 > 0 for k in range(50))
-    assert set(launches) == {(not_empty,), (10,)}  # one program per chunk, and each tensor here is one
+    not_empty = sum(k % 17 > 0 for k in range(20))
+    assert set(launches) == {(not_empty,), (3,)}  # one program per chunk, and each tensor here is one
     AdamW(reference, lr=0.1, backend="eager").step()
     for ours, theirs in zip(weights + norms, reference, strict=True):
         assert torch.equal(ours.cpu(), theirs)
@@ -136,7 +136,10 @@ def test_a_kernel_that_does_not_compile_leaves_everything_unchanged(fails, monke
     assert_equal(everything(automatic), everything(eager))
 
 
-@pytest.mark.parametrize("start", [2**31 - 8192, 2**31, 2**32 - 8192, 2**33, 2**40])
+@pytest.mark.parametrize(
+    "start",
+    [2**31, 2**40, *(pytest.param(n, marks=pytest.mark.every_case) for n in (2**31 - 8192, 2**32 - 8192, 2**33))],
+)
 def test_offsets_have_64_bits(start):
     """A chunk far into a tensor: the table points so far before the data that the chunk's elements are the data."""
     (param,) = make([(triton_backend.CHUNK + 100,)])
