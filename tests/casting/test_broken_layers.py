@@ -40,7 +40,7 @@ def norms_do_not_round(monkeypatch) -> None:
     monkeypatch.setitem(apply.INSTALL, "downcast outputs", lambda *args: False)
 
 
-@pytest.mark.parametrize("where", ["output", "gradient"])
+@pytest.mark.parametrize("where", [pytest.param("output", marks=pytest.mark.every_case), "gradient"])
 def test_a_broken_layer_is_kept_in_fp32(monkeypatch, where):
     break_convolution(monkeypatch, WEIGHT, where=where)
     outcome = architecture_check.check(HubertForCTC, "hubert")

@@ -170,6 +170,7 @@ class TestWhere:
 
 
 class TestComposition:
+    @pytest.mark.every_case
     def test_compile(self) -> None:
         torch.compiler.reset()
         model, x = Net(), torch.randn(3, 2, 8)

@@ -88,7 +88,7 @@ CASES = [
     ("gpt2", "sdpa", "adamw_torch", False),
     ("gpt2", "eager", "adamw_bf16_kahan", True),
     ("mixtral", "sdpa", "adamw_bf16_kahan", False),
-    ("bert", "sdpa", "adamw_bf16_kahan", True),
+    pytest.param("bert", "sdpa", "adamw_bf16_kahan", True, marks=pytest.mark.every_case),
     ("bert", "eager", "adamw_torch", False),
     # sdpa: a CPU has no fused kernel for a position bias with gradients
     pytest.param("t5", "eager", "adamw_bf16_kahan", False, marks=pytest.mark.every_case),

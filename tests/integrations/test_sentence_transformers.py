@@ -59,7 +59,7 @@ def run(saved, folder, optim, criterion="ranking", resume=None, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("criterion", nightly_except({"ranking", "classifier"}, CRITERIA))
+@pytest.mark.parametrize("criterion", nightly_except({"classifier"}, CRITERIA))
 def test_losses(saved, tmp_path, criterion):
     settings = {"eval_strategy": "steps", "eval_steps": 4}
     reference = run(saved, tmp_path, "adamw_torch", criterion, **settings)

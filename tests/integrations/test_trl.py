@@ -73,7 +73,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("setting", nightly_except({"defaults", "packed"}, SFT))
+@pytest.mark.parametrize("setting", nightly_except({"defaults"}, SFT))
 def test_sft_of_a_model_by_its_path(saved, tmp_path, setting):
     reference = sft(saved, tmp_path, "adamw_torch", **SFT[setting])
     for optim in OURS if setting == "defaults" else OURS[:1]:

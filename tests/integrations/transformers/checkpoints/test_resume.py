@@ -64,7 +64,7 @@ def optimizer_file(checkpoint: Path) -> dict:
 @pytest.mark.parametrize(
     ("mode", "algorithm"),
     nightly_except(
-        {("split", "adamw"), ("stochastic,state_dtype=int8", "adamw")},
+        {("stochastic,state_dtype=int8", "adamw")},
         [("kahan", "adamw"), ("split", "adamw"), ("stochastic,state_dtype=int8", "adamw"), ("nearest", "sgd")],
     ),
 )
