@@ -9,7 +9,7 @@ pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-@pytest.mark.parametrize("ranks", ["2", "3", "4", "8"] if EVERY_CASE else ["2 3 4 8"])
+@pytest.mark.parametrize("ranks", ["2", "3", "4", "8"] if EVERY_CASE else ["2", "3"])
 def test_weights_states_and_norms_are_those_of_one_process(ranks):
     """Optimizers, roundings, states, models, param groups, frozen parameters, buckets, accumulation, clipping."""
-    assert "cases agree" in run_script("zero_steps.py", *ranks.split())
+    assert "cases agree" in run_script("zero_steps.py", ranks)

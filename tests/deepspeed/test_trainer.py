@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
@@ -35,10 +36,10 @@ def whole(tmp_path_factory):
     return run
 
 
-AS_AFTER_KILLS = [pytest.param(kind, marks=pytest.mark.every_case) for kind in ("zero2", "zero3")]
+MORE = [pytest.param(kind, marks=pytest.mark.every_case) for kind in ("zero1", "zero2")]
 
 
-@pytest.mark.parametrize("kind", ["zero1", *AS_AFTER_KILLS])
+@pytest.mark.parametrize("kind", [*MORE, "zero3"])
 def test_a_resumed_run_ends_with_the_same_bits(kind, whole):
     before, folder = whole(kind)
     assert f"ZeRO {kind[-1]}: FP32 sums over 2 ranks, 16-bit gradients on the wire" in before["report"]
@@ -72,7 +73,8 @@ def test_the_logged_norm_is_that_of_one_process(whole, tmp_path):
     """Of the first step, whose weights are the same: gradients are rounded to BF16, each to a relative 2^-8 at most
     while it is accumulated. The norm is that before clipping, and clipping to 0.5 changes it."""
     alone = trained("ddp", tmp_path, "--gradient_accumulation_steps", "4", ranks=1)
-    norms = {kind: ast.literal_eval(whole(kind)[0]["norms"]) for kind in ("zero1", "zero2", "zero3")}
+    kinds = ("zero1", "zero2", "zero3") if EVERY_CASE else ("zero2", "zero3")
+    norms = {kind: ast.literal_eval(whole(kind)[0]["norms"]) for kind in kinds}
     expected = ast.literal_eval(alone["norms"])
     for kind in norms:
         assert norms[kind][0] == pytest.approx(expected[0], rel=2**-8), kind

@@ -187,7 +187,7 @@ def check_nonfinite(folder: str, stage: int) -> None:
         assert same(contents(engine), contents(other))
 
 
-CHECKS = {check_resume: STAGES, check_fp32_weights: (2, 3), check_stock: (1, 3), check_nonfinite: (1, 3)}
+CHECKS = {check_resume: (2, 3), check_fp32_weights: (2, 3), check_stock: (3,), check_nonfinite: (1, 3)}
 """With the stages in the short suite: ZeRO 1 and 2 share most of their code."""
 
 
