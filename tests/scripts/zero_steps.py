@@ -65,14 +65,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def cases() -> list[dict[str, Any]]:
-    """On two or three ranks every pair of values occurs, of two models; with HF_LOWPREC_EVERY_CASE, on all numbers every triple."""
+    """On two or three ranks every pair of values occurs; with HF_LOWPREC_EVERY_CASE, on all numbers every triple."""
     generator = random.Random(0)
     drawn = [{name: generator.choice(values) for name, values in FACTORS.items()} for _ in range(4000)]
     # DeepSpeed's ZeRO 1 has FP32 weights when it accumulates in FP32.
     drawn = [case for case in drawn if (case["stage"], case["accumulated"]) != (1, "fp32")]
     if EVERY_CASE:
         return [drawn[k] for k in covering(drawn, 3)]
-    few = [case for case in drawn if case["ranks"] < 4 and case["model"] in ("uneven", "mixture")]
+    few = [case for case in drawn if case["ranks"] < 4]
     return [few[k] for k in covering(few, 2)]
 
 
