@@ -60,7 +60,7 @@ test-deepspeed: .deepspeed/.installed ## the tests that need DeepSpeed, which is
 	  tests/deepspeed $(ARGS)
 
 test-all: export HF_LOWPREC_EVERY_CASE = 1
-test-all: pytest ## the tests with all of their cases: takes three times as long
+test-all: pytest ## the tests with all of their cases: takes several times as long
 
 test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \

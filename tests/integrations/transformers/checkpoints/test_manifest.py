@@ -128,6 +128,17 @@ def test_a_kill_at_any_moment_of_saving(tmp_path, earlier_run):
     assert (len([*run.glob("checkpoint-*")]) == 1) != earlier_run
 
 
+def test_an_earlier_manifest_does_not_count_for_files_of_the_same_sizes(tmp_path):
+    (tmp_path / "model").write_text("earlier")
+    finish_checkpoint(tmp_path)
+    assert differences(tmp_path) == []
+    begin_checkpoint(tmp_path)
+    (tmp_path / "model").write_text("another")
+    assert differences(tmp_path) == ["saving was not finished"]
+    finish_checkpoint(tmp_path)
+    assert differences(tmp_path) == []
+
+
 def test_the_manifest_lists_every_file(whole):
     for checkpoint in whole[0].glob("checkpoint-*"):
         sizes = {name: os.path.getsize(checkpoint / name) for name in os.listdir(checkpoint) if name != MANIFEST_NAME}
