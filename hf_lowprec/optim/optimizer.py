@@ -300,7 +300,7 @@ class LowPrecisionOptimizer(Algorithm):
         for fused_group in plan.fused_groups:
             store_means(fused_group)
             fused_group.count_step()
-        if plan.contiguous_copies:
+        if plan.plain_copies:
             self.finish_host_steps()
             plan.copy_back()
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, validation
-from hf_lowprec.optim.step import step_plan
+from hf_lowprec.optim import AdamW, plain_memory, validation
 from tests.support.processes import forkserver
 
 SCRIPT = """
@@ -94,5 +93,5 @@ def test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch):
 
 
 def test_low_addresses_are_ordinary(monkeypatch):
-    monkeypatch.setattr(step_plan, "_LOW", 1 << 63)
+    monkeypatch.setattr(plain_memory, "_LOW", 1 << 63)
     test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch)

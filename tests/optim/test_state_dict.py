@@ -411,6 +411,29 @@ def test_distributed_checkpoints_of_another_algorithm_raise(saver, loader, full,
         distributed_pair(saver, full, flat, tmp_path, loader)
 
 
+@quiet
+@pytest.mark.combinations(1)
+@pytest.mark.parametrize("by_distributed_checkpoint", [False, True])
+@pytest.mark.parametrize(("rounding", "low_bits"), [("split", "remainder"), ("kahan", "compensation")])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_low_bits_are_copied_as_weights_are(name, rounding, low_bits, by_distributed_checkpoint):
+    """Another optimizer that loaded the state must not change the FP32 weights of the one that it came from."""
+    source, target = stepped(name, rounding=rounding), optimizer(name, rounding=rounding)
+    if by_distributed_checkpoint:
+        first, second = (nn.ParameterList(params_of(made)) for made in (source, target))
+        set_optimizer_state_dict(second, target, get_optimizer_state_dict(first, source))
+    else:
+        target.load_state_dict(source.state_dict())
+    before = [source.state[param][low_bits].clone() for param in params_of(source)]
+    assert any(map(torch.any, before))
+    for param, other in zip(params_of(source), params_of(target), strict=True):
+        assert torch.equal(target.state[other][low_bits], source.state[param][low_bits])
+    train(target, 3, seed=1)
+    for param, other, low in zip(params_of(source), params_of(target), before, strict=True):
+        assert torch.equal(source.state[param][low_bits], low)
+        assert not torch.equal(target.state[other][low_bits], low)
+
+
 # Parameters whose dtype changes under an optimizer.
 
 

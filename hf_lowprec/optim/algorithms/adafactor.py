@@ -15,6 +15,9 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.step.factored_moments import COLUMN_MEAN, ROW_MEAN
 from hf_lowprec.rounding import State, sqrt_rn
 
+_SMALLEST = 2.0**-126
+"""The smallest normal FP32 number: the reciprocal of a smaller one overflows."""
+
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
@@ -38,26 +41,27 @@ class Adafactor(LowPrecisionOptimizer):
         lr: learning rate, a number or a one-element tensor. It is the largest relative step size with `relative_step`.
         beta2_decay: exponent of the decay rate `β₂ = 1 - tᵏ` in step `t`, at most 0.
         eps: least root of the second moment, and also least mean of the means over rows; and least RMS of a weight with
-            `scale_parameter`. The first may be None, which stands for 2⁻²³, as in torch for FP32. transformers adds its
-            `eps[0]` of 1e-30 to squares: the same number here changes nothing for gradients above 1e-15.
+            `scale_parameter`. The first may be None, which stands for 2⁻²³, as in torch for FP32.
         d: RMS that the update of a parameter is clipped to, before it is multiplied by the learning rate.
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         beta1: decay rate of a momentum of the updates, in [0, 1); None keeps none.
         relative_step: use the learning rate `min(lr, 1/√t)`.
         scale_parameter: multiply the learning rate by the RMS of the parameter, at least `eps[1]`.
         maximize: maximize the objective instead of minimizing it.
+        square_eps: number added to the squares of gradients: ε₁ of the paper, and `eps[0]` of transformers.
 
-    An `optim=` string turns off `relative_step` and `scale_parameter` and sets `eps=(1e-30, 1e-3)`, so that it agrees
-    with Trainer's `optim="adafactor"`.
+    An `optim=` string turns off `relative_step` and `scale_parameter` and sets `eps=(0.0, 1e-3)` and
+    `square_eps=1e-30`, so that it agrees with Trainer's `optim="adafactor"`.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
     named_defaults: ClassVar[dict[str, Any]] = {
-        "eps": (1e-30, 1e-3),
+        "eps": (0.0, 1e-3),
         "relative_step": False,
         "scale_parameter": False,
+        "square_eps": 1e-30,
     }
 
     def __init__(
@@ -73,11 +77,12 @@ class Adafactor(LowPrecisionOptimizer):
         relative_step: bool = True,
         scale_parameter: bool = True,
         maximize: bool = False,
+        square_eps: float = 0.0,
         **shared: Unpack[Shared],
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
         defaults |= {"weight_decay": weight_decay, "beta1": beta1, "relative_step": relative_step}
-        defaults |= {"scale_parameter": scale_parameter, "maximize": maximize}
+        defaults |= {"scale_parameter": scale_parameter, "maximize": maximize, "square_eps": square_eps}
         super().__init__(params, defaults, **shared)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
@@ -88,6 +93,7 @@ class Adafactor(LowPrecisionOptimizer):
         for k, eps in enumerate(group["eps"]):
             if k or eps is not None:
                 check_range(f"eps[{k}]", eps, 0.0)
+        check_range("square_eps", group["square_eps"], 0.0)
         check_range("d", group["d"], 1.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
         if group["beta1"] is not None:
@@ -108,13 +114,14 @@ class Adafactor(LowPrecisionOptimizer):
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """`β₂ = 1 - tᵏ`, and the step size `min(lr, 1/√t)` with `relative_step`. `step` may be a tensor."""
-        least = 2.0**-23 if group["eps"][0] is None else group["eps"][0]
+        least = 2.0**-23 if group["eps"][0] is None else max(group["eps"][0], _SMALLEST)
         gain2, relative, beta1 = step ** group["beta2_decay"], step**-0.5, group["beta1"] or 0.0
         rate = lr + 0 * relative  # as a tensor: a product of bools and a number would have torch's default dtype
         limited = (lr < relative) * rate + (lr >= relative) * relative if group["relative_step"] else lr
         return {
             "beta2": 1 - gain2,
             "gain2": gain2,
+            "square_eps": group["square_eps"],
             "min_mean": least,
             "min_root": least,
             "min_weight": group["eps"][1],
@@ -176,7 +183,7 @@ class Adafactor(LowPrecisionOptimizer):
 
 
 def _second_moment(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
-    return state.variance * scalars.beta2 + grad * grad * scalars.gain2
+    return state.variance * scalars.beta2 + (grad * grad + scalars.square_eps) * scalars.gain2
 
 
 def _normalized(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:

@@ -115,6 +115,8 @@ def _transformers_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
     return {
         "beta2_decay": saved["decay_rate"],
         "d": saved["clip_threshold"],
+        "eps": (0.0, saved["eps"][1]),
+        "square_eps": saved["eps"][0],
         "lr": 1e-2 if saved["relative_step"] else saved["lr"],
         "maximize": False,
     }

@@ -396,8 +396,10 @@ def check_and_load(
 def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str, Any]) -> None:
     """Restore what torch's loader has changed or left out of the state of `param`.
 
-    It casts states to the parameter's dtype. Step counts become int64 tensors. Low bits that the cast of the model has
-    kept are dropped where the loaded states hold them.
+    It casts states to the parameter's dtype. Step counts become int64 tensors. Compensations and remainders are parts
+    of the weights, and copied as `model.load_state_dict` copies those: torch shares states with the state dict, and so
+    with the optimizer that it came from. Low bits that the cast of the model has kept are dropped where the loaded
+    states hold them.
     """
     saved = loaded["state"].get(number, {})
     device = optimizer.state_device(param)
@@ -406,6 +408,8 @@ def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str,
     for name, value in saved.items():
         if name == "step":
             optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
+        elif name in AUXILIARY_STATES:
+            optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format, copy=True)
         elif optimizer.state[param][name].dtype != value.dtype:
             optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format)
     if number in loaded.get(LOW_BITS, {}):

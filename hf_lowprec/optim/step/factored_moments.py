@@ -64,7 +64,8 @@ def _compute_factors(backend_step: BackendStep) -> None:
     scalars = dict(zip(group.spec.scalars, values, strict=True))
 
     def new_means(name: str, parts: Iterable[Tensor], counts: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
-        old, mean = _vector(each.means[name] for each in entries), (_vector(parts) / repeat(counts)).float()
+        old, mean = _vector(each.means[name] for each in entries), _vector(parts) / repeat(counts)
+        mean = (mean + repeat(scalars["square_eps"])).float()
         return old * repeat(scalars["beta2"]) + mean * repeat(scalars["gain2"])
 
     row_means = new_means(ROW_MEAN, (each.of_rows for each in sums), columns, vectors.for_rows)

@@ -19,7 +19,8 @@ from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix
 from hf_lowprec.optim.parameter_numbers import number_of
-from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
+from hf_lowprec.optim.plain_memory import are_in_plain_memory, in_plain_memory, may_be_freed
+from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of
 from hf_lowprec.optim.state.low_bits import start_with_low_bits
 from hf_lowprec.optim.state.mode_change import convert_states, states_of_other_modes
 from hf_lowprec.optim.state.state_tensors import StateTensor, state_tensors, zeros_apart
@@ -33,9 +34,6 @@ from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.rounding import State
 from hf_lowprec.rounding.low_bits import drop_low_bits
 
-_LOW = 1 << 36
-"""Freed memory begins at 0, so a tensor there has its offset as address, below this one. Others may lie there, too."""
-
 
 class _GroupKey(NamedTuple):
     """Properties that parameters must share to be in one fused group."""
@@ -46,8 +44,8 @@ class _GroupKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ContiguousCopy:
-    """A parameter or state that is not contiguous, and the contiguous copy that is stepped in its place."""
+class PlainCopy:
+    """A parameter or state that is not in plain memory, and the copy that is stepped in its place."""
 
     original: Tensor
     copy: Tensor
@@ -65,7 +63,7 @@ class StepPlan:
             and those with the largest parameter before the others: their temporaries are the largest, and if memory
             runs out, nothing has been changed yet.
         backend_steps: how each of them is stepped, in the same order; set by the optimizer.
-        contiguous_copies: parameters and states that are not contiguous.
+        plain_copies: parameters and states that are not in plain memory.
         param_dtypes: the dtypes of the parameters that are stepped, by parameter.
 
     Args:
@@ -81,7 +79,7 @@ class StepPlan:
     def __init__(self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None) -> None:
         _check_params(optimizer, set(map(id, params_of(optimizer, param_ids))))
         self.backend_steps: list[BackendStep] = []
-        self.contiguous_copies: list[ContiguousCopy] = []
+        self.plain_copies: list[PlainCopy] = []
         self._in_new_mode: list[ParamEntry] = []
         entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
@@ -145,20 +143,20 @@ class StepPlan:
                 group=group,
                 optimizer_state=optimizer_state,
                 param=param,
-                weight=self._contiguous(local_shard(param)),
-                states={tensor.state.name: self._contiguous(parts[tensor.key]) for tensor in of_elements},
-                means={name: self._contiguous(parts[name]) for name in means},
+                weight=self._stepped(local_shard(param)),
+                states={tensor.state.name: self._stepped(parts[tensor.key]) for tensor in of_elements},
+                means={name: self._stepped(parts[name]) for name in means},
             )
             entries_by_key[_GroupKey(specs[stored, dtypes, means], param.device, sharding_of(param))].append(entry)
             if former:
                 self._in_new_mode.append(entry)
 
-    def _contiguous(self, tensor: Tensor) -> Tensor:
-        """`tensor` if it is contiguous; else a copy that every step begins with and writes back."""
-        dense = tensor.contiguous()
-        if dense is not tensor:
-            self.contiguous_copies.append(ContiguousCopy(tensor, dense))
-        return dense
+    def _stepped(self, tensor: Tensor) -> Tensor:
+        """`tensor` if it is in plain memory; else a copy that every step begins with and writes back."""
+        stepped = in_plain_memory(tensor)
+        if stepped is not tensor:
+            self.plain_copies.append(PlainCopy(tensor, stepped))
+        return stepped
 
     def collect_gradients(
         self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None, norm_only: bool = False
@@ -181,12 +179,10 @@ class StepPlan:
         if gradients is None:
             return False
         parts, addresses = gradients
-        if min(addresses, default=_LOW) < _LOW and any(map(_is_freed, parts, addresses)):
+        if may_be_freed(parts, addresses):
             _check_gradient_memory(optimizer)
-            parts = list(map(when_written, parts))
-            addresses = list(map(Tensor.data_ptr, parts))
-        if not all(map(Tensor.is_contiguous, parts)):
-            parts = list(map(Tensor.contiguous, parts))
+        if not are_in_plain_memory(parts, addresses):
+            parts = list(map(in_plain_memory, parts))
             addresses = list(map(Tensor.data_ptr, parts))
         first = 0
         for fused_group in self.fused_groups:
@@ -194,13 +190,13 @@ class StepPlan:
             fused_group.set_gradients(parts[first:end], addresses[first:end])
             first = end
         if not norm_only:
-            for strided in self.contiguous_copies:
+            for strided in self.plain_copies:
                 strided.copy.copy_(strided.original)
         return True
 
     def copy_back(self) -> None:
         """Copy the stepped contiguous copies back to their tensors."""
-        for strided in self.contiguous_copies:
+        for strided in self.plain_copies:
             strided.original.copy_(strided.copy)
 
     def release(self) -> None:
@@ -243,14 +239,6 @@ def _check_gradient_memory(optimizer: Algorithm) -> None:
             if (grad := optimizer.gradient_of(param)) is not None:
                 validation.check_memory(group, position, index, "its gradient", local_shard(grad))
             index += 1
-
-
-def _is_freed(part: Tensor, address: int) -> bool:
-    """Return whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure.
-
-    True also if communication has yet to write the part.
-    """
-    return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 
 def _check_shapes(

@@ -24,7 +24,7 @@ SHAPES = [
     (3, 0),
 ]
 STEPS = 25
-TRAINER = {"eps": (1e-30, 1e-3), "relative_step": False, "scale_parameter": False}
+TRAINER = {"eps": (0.0, 1e-3), "square_eps": 1e-30, "relative_step": False, "scale_parameter": False}
 """What Trainer's `optim="adafactor"` passes."""
 
 
@@ -54,7 +54,8 @@ class Paper:
         grad, self.time = grad.double() * (-1 if option["maximize"] else 1), self.time + 1
         beta2 = 1 - self.time ** option["beta2_decay"]
         dims = (-1, -2) if grad.ndim > 1 else ()
-        squares = [grad.square().mean(dim, keepdim=True) for dim in dims] or [grad.square()]
+        square = grad.square() + option["square_eps"]
+        squares = [square.mean(dim, keepdim=True) for dim in dims] or [square]
         self.means = [beta2 * mean + (1 - beta2) * square for mean, square in zip(self.means, squares, strict=False)]
         variance = self.means[0]
         if dims:

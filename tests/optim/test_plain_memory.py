@@ -1,0 +1,120 @@
+"""Gradients and parameters whose memory is not their values step as the plain tensors that they are equal to."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from hf_lowprec import PrecisionMonitor
+from hf_lowprec.optim import AdamW
+from tests.support.optim.simulated_copies import simulate_device
+from tests.support.triton_available import quiet_interpreter
+
+pytestmark = quiet_interpreter
+
+
+class Wrapper(Tensor):
+    """A tensor that holds another one, and has no memory itself, as those of torchao have none."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map(lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {}))
+        return tree_map(lambda x: cls(x) if isinstance(x, Tensor) else x, func(*args, **kwargs))
+
+
+KINDS = {
+    "negated": lambda values: torch._neg_view(-values),
+    "negated, strided": lambda values: torch._neg_view(-values.repeat_interleave(2, 0))[::2],
+    "zeros without memory": lambda values: torch._efficientzerotensor(
+        values.shape, dtype=values.dtype, device=values.device
+    ),
+    "wrapped": Wrapper,
+}
+SIZES = [(3000,), (1,), (40, 50)]
+
+
+def trained(kind, plain, **options) -> list:
+    """Weights, states, norms and measurements of three steps; the second gradient and the first step's are plain."""
+    random = torch.Generator().manual_seed(0)
+    model = nn.ParameterList(nn.Parameter(torch.randn(size, generator=random).bfloat16()) for size in SIZES)
+    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **options)
+    monitor = PrecisionMonitor(optimizer, model, every=1)
+    found = []
+    for step in range(3):
+        for number, param in enumerate(model):
+            values = torch.randn(param.shape, generator=random).bfloat16()
+            if number == 1 or step == 0:
+                param.grad = values
+            else:
+                param.grad = KINDS[kind](values)
+                param.grad = param.grad.clone().contiguous() if plain else param.grad
+        found.append(optimizer.global_grad_norm())
+        optimizer.step()
+        found.append(torch.tensor(monitor.last.by_kind["all"]["lost_updates"]))
+    return [*found, *model, *(state for param in model for state in optimizer.state[param].values())]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "rounding": "stochastic"}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_whose_memory_is_not_their_values(kind, options, backend):
+    found, expected = (trained(kind, plain, backend=backend, **options) for plain in (False, True))
+    assert all(map(torch.equal, found, expected))
+
+
+def loss_of_a_sign(param: Tensor) -> Tensor:
+    return (param.square() + torch.sgn(param)).sum()
+
+
+def loss_of_signs_alone(param: Tensor) -> Tensor:
+    return torch.sgn(param).sum()
+
+
+def loss_of_a_conjugate(param: Tensor) -> Tensor:
+    return torch.complex(torch.zeros_like(param), param).conj().imag.add(3.0).square().sum()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_release": True}, {"offload_states": True, "offload_gradients": True}], ids=str
+)
+@pytest.mark.parametrize("loss", [loss_of_a_sign, loss_of_signs_alone, loss_of_a_conjugate])
+def test_gradients_of_autograd(loss, options, monkeypatch):
+    if options.get("offload_states"):
+        simulate_device(monkeypatch)
+    params = [nn.Parameter(torch.tensor([0.5, -1.0, 240.0])) for _ in range(2)]
+    ours = AdamW(params[:1], lr=0.1, state_dtype=torch.float32, **options)
+    torchs = torch.optim.AdamW(params[1:], lr=0.1)
+    for _ in range(20):
+        for param, optimizer in zip(params, (ours, torchs), strict=True):
+            loss(param).backward()
+            if optimizer is torchs:  # which does not take a tensor of zeros without memory
+                param.grad = param.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+    # Two orders of five FP32 operations, in each of 20 steps that change a weight by 0.1.
+    torch.testing.assert_close(*params, rtol=0, atol=20 * 5 * 240 * 2.0**-24)
+
+
+def test_parameters_and_states_whose_memory_is_not_their_values(backend):
+    found = []
+    for negated in (True, False):
+        random = torch.Generator().manual_seed(0)
+        values = torch.randn(100, generator=random)
+        params = [nn.Parameter(torch._neg_view(-values) if negated else values), nn.Parameter(torch.ones(3))]
+        optimizer = AdamW(params, lr=0.1, backend=backend)
+        for step in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=random)
+            if step == 1 and negated:
+                state = optimizer.state[params[1]]
+                state["exp_avg"] = torch._neg_view(-state["exp_avg"])
+            optimizer.step()
+        found.append([*params, *(state for param in params for state in optimizer.state[param].values())])
+    assert found[0][0].is_neg()
+    assert all(map(torch.equal, *found))
