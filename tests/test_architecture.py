@@ -2,11 +2,11 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding, import_hook, once, tensor_names | itself |
+| L0 | rounding, import_hook, oldest_versions, once, tensor_names, wrapped_method | itself |
 | L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | tools, one unit per folder | itself, L0 to L2, and the tools of `TOOLS` |
-| L4 | `__main__` | tools.cli |
+| L4 | `__main__` | tools.cli, oldest_versions |
 
 So nothing that trains imports a tool. Tools import public names of transformers.
 
@@ -34,18 +34,21 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-CORE = {"rounding", "once", "tensor_names", "optim", "casting", "reduction", "monitor", "integrations"}
+CORE = {"rounding", "oldest_versions", "once", "tensor_names", "wrapped_method"}
+CORE |= {"optim", "casting", "reduction", "monitor", "integrations"}
 MAY_IMPORT = {
     "import_hook": {"import_hook"},
+    "oldest_versions": {"oldest_versions"},
     "once": {"once"},
     "tensor_names": {"tensor_names"},
+    "wrapped_method": {"wrapped_method"},
     "rounding": {"rounding"},
     "optim": {"optim", "rounding", "once"},
-    "casting": {"casting", "rounding", "once"},
+    "casting": {"casting", "rounding", "once", "wrapped_method"},
     "reduction": {"reduction", "rounding"},
     "monitor": {"monitor", "optim", "casting", "rounding", "tensor_names"},
     "integrations": CORE,
-    "__main__": {"tools.cli"},
+    "__main__": {"tools.cli", "oldest_versions"},
 }
 TOOLS = {
     "user_inputs": set(),

@@ -24,6 +24,7 @@ from hf_lowprec.casting.fp32_rules.losses import is_loss, loss_weights, losses
 from hf_lowprec.casting.fp32_rules.norms import norms
 from hf_lowprec.casting.fp32_rules.rotary import rotary_embeddings
 from hf_lowprec.casting.hooks.hook_placement import (
+    NOT_NAMED,
     HookKind,
     HookPlan,
     OutputHeads,
@@ -113,7 +114,7 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     heads = output_heads(tree, parts, dtype)
     loss_modules = [name for name in hooked if is_loss(tree.modules[name])]
     hooks = plan_hooks(tree, parts, hooked, heads, dtype)
-    torch_losses = [hook.module for hook in hooks if hook.kind == "torch losses in FP32"]
+    torch_losses = [hook.module for hook in hooks if hook.kind == "torch losses in FP32" and hook.reason != NOT_NAMED]
     return CastPlan(
         dtype,
         tensors,

@@ -47,6 +47,7 @@ def test_every_hook_is_planned() -> None:
         HookPlan("norm", "upcast inputs", "norm (LayerNorm)"),
         HookPlan("norm", "downcast outputs", "norm (LayerNorm)"),
         HookPlan("lm_head", "upcast inputs", "keep_fp32 'lm_head'"),
+        HookPlan("", "torch losses in FP32", "the model's own code"),
         HookPlan("proj", "downcast inputs", "written before an output head, whose output is FP32"),
         HookPlan("", "downcast inputs", "the model, called with the data"),
         HookPlan("", "warn of 16-bit losses", "the model"),

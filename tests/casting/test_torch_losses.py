@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss
 from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.casting import cast_model, return_float32, uncast_model
@@ -92,6 +93,82 @@ class SeveralLabels(Net):
         return F.binary_cross_entropy_with_logits(logits, TARGETS, pos_weight=self.class_weights), logits
 
 
+def cross_entropy_of(predictions: Tensor) -> Tensor:
+    return F.cross_entropy(predictions, CLASSES)
+
+
+class InAFunction(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return cross_entropy_of(logits), logits
+
+
+class InAMethod(Net):
+    def loss(self, predictions: Tensor) -> Tensor:
+        return cross_entropy(predictions, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return self.loss(logits), logits
+
+
+class InAnAttribute(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.crit = F.cross_entropy
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return self.crit(logits, CLASSES), logits
+
+
+class InADict(Net):
+    criteria: ClassVar = {"ce": F.cross_entropy, "mse": F.mse_loss}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return self.criteria["ce"](logits, CLASSES), logits
+
+
+class InTheBaseClass(InAMethod):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss, logits = super().forward(x)
+        return loss * 2, logits
+
+
+class ByHand(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return -by_hand(logits)[range(6), CLASSES].mean(), logits
+
+
+def by_hand(predictions: Tensor) -> Tensor:
+    return predictions.log_softmax(-1)
+
+
+class Distances(Net):
+    """`torch.cdist` takes no 16-bit numbers."""
+
+    def distances(self, predictions: Tensor) -> Tensor:
+        return torch.cdist(predictions, predictions.flip(0)).square().mean()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values = self.head(self.body(x))
+        return self.distances(values), values
+
+
+class Sequences(Net):
+    """Nor does `ctc_loss`."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return of_sequences(logits), logits
+
+
+def of_sequences(predictions: Tensor) -> Tensor:
+    return F.ctc_loss(predictions.log_softmax(-1)[:, None], torch.tensor([[1, 2]]), (6,), (2,))
+
+
 LOSSES: dict[type[Net], Callable[[Tensor], Tensor]] = {
     Function: lambda p: F.cross_entropy(p, CLASSES),
     Built: lambda p: F.cross_entropy(p, CLASSES, label_smoothing=0.1),
@@ -101,6 +178,12 @@ LOSSES: dict[type[Net], Callable[[Tensor], Tensor]] = {
     Divergence: lambda p: F.kl_div(p.log_softmax(-1), TARGETS.double(), reduction="sum"),
     Regression: lambda p: F.huber_loss(p, TARGETS.double()),
     SeveralLabels: lambda p: F.binary_cross_entropy_with_logits(p, TARGETS.double(), pos_weight=WEIGHTS.double()),
+}
+LOSSES |= dict.fromkeys((InAFunction, InAMethod, InAnAttribute, InADict, ByHand), cross_entropy_of)
+LOSSES |= {
+    InTheBaseClass: lambda p: 2 * cross_entropy_of(p),
+    Distances: lambda p: torch.cdist(p, p.flip(0)).square().mean(),
+    Sequences: of_sequences,
 }
 """The loss of each model, of its predictions in FP64."""
 
@@ -142,10 +225,22 @@ def test_copies(through: str) -> None:
     assert torch.equal(model(X)[0], build(Built)(X)[0]) and not torch.equal(twin(X)[0], model(X)[0])
 
 
+def test_a_replica_computes_with_its_own_weights() -> None:
+    """As `DataParallel` and `copy.copy` make them: other modules in a copy of the attributes."""
+    model = build(InAFunction)
+    replica = model._replicate_for_data_parallel()
+    replica.head = copy.deepcopy(model.head)
+    torch.nn.init.zeros_(replica.head.weight)
+    with torch.no_grad():
+        loss, logits = replica(X.to(BF16))
+    assert loss.dtype == FP32 and torch.equal(logits, replica.head.bias.expand(6, 3))
+
+
 def test_uncast_gives_back_the_forward() -> None:
     model = build(Function)
     uncast_model(model)
-    assert "forward" not in vars(model)
+    assert "forward" not in vars(model) and model(X)[0].dtype == FP32
+    assert cast_model(model).changed and model(X)[0].dtype == FP32 != model(X)[1].dtype
 
     model = Function()
     model.forward = own = lambda x: x  # type: ignore[method-assign,assignment]

@@ -26,11 +26,12 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_lowprec.casting.cast import runs_under_autocast
 from hf_lowprec.integrations.accelerate import private_apis as accelerate_apis
-from hf_lowprec.integrations.oldest_versions import OLDEST
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.optim_names import add_optimizer_names
+from hf_lowprec.oldest_versions import OLDEST
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
@@ -175,8 +176,8 @@ def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
 def test_autocast_of_an_accelerator_is_seen():
     for precision in ("no", "bf16"):
         model = Accelerator(cpu=True, mixed_precision=precision).prepare(torch.nn.Linear(2, 2))
-        assert accelerate_apis.runs_under_autocast(model) == (precision == "bf16"), (
-            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/integrations/accelerate/private_apis.py"
+        assert runs_under_autocast(model) == (precision == "bf16"), (
+            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/casting/cast.py"
         )
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -272,7 +273,7 @@ def test_versions_that_are_too_old_for_trainer_are_named_when_they_are_needed_an
         assert "hf_lowprec.AdamW" in error
     for error in errors[2:]:
         assert error.startswith(f"hf_lowprec.prepare_accelerator needs {needed[-1]} (")
-        assert error.endswith("pip install 'hf-lowprec[trainer]'")
+        assert error.endswith("): pip install 'transformers>=5.5.4' 'accelerate>=1.11'")
 
 
 def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):

@@ -46,8 +46,17 @@ def multiplies_tensors(module: nn.Module) -> bool:
 
 def is_code_of_transformers(module: nn.Module) -> bool:
     """Return whether a module's `forward` comes from transformers, directly or inherited by a user's class."""
+    return _library(module) == "transformers"
+
+
+def is_code_of_a_library(module: nn.Module) -> bool:
+    """Return whether a module's `forward` comes from a library of models whose losses are known."""
+    return _library(module) in ("transformers", "sentence_transformers", "diffusers", "torch")
+
+
+def _library(module: nn.Module) -> str:
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return owner.__module__.startswith("transformers.")
+    return owner.__module__.partition(".")[0]
 
 
 def _code(module: nn.Module) -> CodeType | None:

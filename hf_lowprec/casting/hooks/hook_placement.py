@@ -5,7 +5,7 @@ They see the dtypes that the model's tensors are planned to have.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,11 @@ from hf_lowprec.casting.fp32_rules.listed_classes import (
 )
 from hf_lowprec.casting.fp32_rules.losses import is_loss, modules_with_torch_losses
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
-from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, names_in_forward
+from hf_lowprec.casting.hooks.forward_code import (
+    is_code_of_a_library,
+    is_code_of_transformers,
+    names_in_forward,
+)
 from hf_lowprec.casting.hooks.loss_hooks import calls_loss_function, has_loss_function
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, output_embeddings
 from hf_lowprec.casting.module_tree import ModuleTree
@@ -32,6 +36,10 @@ HookKind = Literal[
     "torch losses in FP32",
     "warn of 16-bit losses",
 ]
+
+
+NOT_NAMED = "the model's own code"
+"""The reason for a hook of losses that `forward` does not name, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +156,18 @@ def fp32_prediction_hooks(tree: ModuleTree, dtype: torch.dtype) -> Iterator[Hook
 
 
 def torch_loss_hooks(tree: ModuleTree) -> Iterator[HookPlan]:
-    """Modules of users whose `forward` computes torch's losses do so in FP32."""
-    for name in modules_with_torch_losses(tree):
+    """Modules of users whose `forward` computes torch's losses do so in FP32.
+
+    So does a user's model whose `forward` names none: it may call a function, a method or an attribute that does.
+    """
+    named = modules_with_torch_losses(tree)
+    for name in named:
         yield HookPlan(name, "torch losses in FP32", "named in forward")
+    around_adapters: Any = getattr(tree.root, "get_base_model", None)  # PEFT
+    model = tree.root if around_adapters is None else around_adapters()
+    name = next(name for name, module in tree.modules.items() if module is model)
+    if name not in named and not is_code_of_a_library(model) and not is_loss(model):
+        yield HookPlan(name, "torch losses in FP32", NOT_NAMED)
 
 
 def downcast_input_hooks(tree: ModuleTree, heads: OutputHeads, dtype: torch.dtype) -> Iterator[HookPlan]:

@@ -4,7 +4,6 @@ Their 16-bit arguments are replaced by exact FP32 copies. Everything else in the
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,12 @@ from torch.overrides import TorchFunctionMode
 from hf_lowprec.casting.hooks.forward_code import TORCH_LOSS_FUNCTIONS
 from hf_lowprec.casting.hooks.module_hooks import to_fp32_copies
 from hf_lowprec.casting.private_torch_apis import runs_in_checkpoint, show_cross_entropy_to_modes
+from hf_lowprec.wrapped_method import is_wrapped, unwrap_method, wrap_method
 
 # `nll_loss`, `kl_div` and `ctc_loss` are given logarithms: rounded ones would make rounded losses.
 _IN_FP32 = {functional.log_softmax, torch.log_softmax, Tensor.log_softmax}
 _IN_FP32 |= {getattr(functional, name) for name in TORCH_LOSS_FUNCTIONS}
+_IN_FP32.add(torch.cdist)  # takes no 16-bit numbers
 
 
 class Fp32TorchLosses(TorchFunctionMode):
@@ -34,26 +35,17 @@ class Fp32TorchLosses(TorchFunctionMode):
 
 def install_fp32_torch_losses(module: nn.Module) -> bool:
     """Let torch's losses compute in FP32 in a module's `forward`. Return whether this is new."""
-    if _is_installed(module):
+    if is_wrapped(module, "forward", _with_fp32_losses):
         return False
     show_cross_entropy_to_modes()
-    forward = partial(_with_fp32_losses, module.forward)
-    forward.__wrapped__ = module.forward  # type: ignore[attr-defined]  # for `inspect.signature`
-    module.forward = forward
+    wrap_method(module, "forward", _with_fp32_losses)
     return True
 
 
 def remove_fp32_torch_losses(module: nn.Module) -> None:
     """Undo `install_fp32_torch_losses`."""
-    if _is_installed(module):
-        forward = module.forward.__wrapped__  # type: ignore[attr-defined]
-        del module.forward
-        if module.forward != forward:  # it had been assigned to the module
-            module.forward = forward
-
-
-def _is_installed(module: nn.Module) -> bool:
-    return isinstance(module.forward, partial) and module.forward.func is _with_fp32_losses
+    if is_wrapped(module, "forward", _with_fp32_losses):
+        unwrap_method(module, "forward", _with_fp32_losses)
 
 
 def _with_fp32_losses(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

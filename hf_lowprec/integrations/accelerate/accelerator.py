@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
+from hf_lowprec.casting.cast import runs_under_autocast
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
@@ -36,7 +37,6 @@ from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_er
 from hf_lowprec.integrations.collect_after_reduction import data_parallel_wrappers
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
-from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
@@ -58,6 +58,7 @@ from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.replicated_parameters import PartialGradients, average_gradients
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
+from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
 _REDUCTION = "_hf_lowprec"
 """The accelerator's attribute that holds what `prepare_accelerator` returned for it."""
@@ -197,7 +198,7 @@ def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> N
     """Raise ValueError if one of `models`, which an accelerator has prepared, can no longer be changed as needed."""
     if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models):
         reason = "a model was already prepared"
-    elif any(map(private_apis.runs_under_autocast, models)):
+    elif any(map(runs_under_autocast, models)):
         reason = "a model was already prepared with mixed precision, so it runs under autocast"
     elif grad_accumulation != "nearest" and any(p.requires_grad for model in models for p in model.parameters()):
         reason = f"a model was already prepared without grad_accumulation={grad_accumulation!r}"

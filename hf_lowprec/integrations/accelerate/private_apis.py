@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.wrapped_method import temporarily_wrapped
 
 _PREPARED = "_is_accelerate_prepared"
 """The attribute by which accelerate marks a model that it has prepared."""
@@ -114,11 +114,6 @@ def prepared_models(accelerator: Any) -> list[Any]:
     A model wrapped by DDP is listed without its wrapper. FSDP2 shards in place.
     """
     return accelerator._models
-
-
-def runs_under_autocast(model: Any) -> bool:
-    """Return whether an accelerator has wrapped `forward` of `model` in autocast, as it does for mixed precision."""
-    return hasattr(model, "_original_forward")
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:

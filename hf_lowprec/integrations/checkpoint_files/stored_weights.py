@@ -67,7 +67,7 @@ def open_zero_weights(folder: Path) -> StoredTensors:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as error:
         raise ValueError(
-            f"{str(folder)!r} was saved by DeepSpeed, which reads it: pip install 'hf-lowprec[deepspeed]' ({error})"
+            f"{str(folder)!r} was saved by DeepSpeed, which reads it: pip install deepspeed ({error})"
         ) from error
     with explain_unreadable(folder, (AssertionError,)), contextlib.redirect_stdout(sys.stderr):
         tensors = get_fp32_state_dict_from_zero_checkpoint(str(folder), lazy_mode=True)

@@ -17,9 +17,9 @@ from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_b
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
 from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes, shares_experts
-from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.rounding import dtype_name
+from hf_lowprec.wrapped_method import wrap_method
 
 
 def initialize_deepspeed(

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
-from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
+from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 

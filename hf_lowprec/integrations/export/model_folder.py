@@ -23,8 +23,8 @@ from hf_lowprec.integrations.adapters import has_adapters, is_peft
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.manifest import replace_file
-from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
 from hf_lowprec.rounding import dtype_name
+from hf_lowprec.wrapped_method import temporarily_wrapped
 
 ExportDtype = Literal["float32", "bfloat16"]
 """The dtypes of an exported folder, by name."""

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
+from hf_lowprec.casting.cast import runs_under_autocast
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
@@ -19,7 +21,6 @@ from hf_lowprec.integrations.transformers.reference_models import cast_like_trai
 from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
 from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
-from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
@@ -33,6 +34,7 @@ from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
+from hf_lowprec.wrapped_method import wrap_method
 
 LOST_UPDATES = "lost_updates"
 NORMS_NEVER_MOVED = "norms_never_moved"
@@ -133,6 +135,8 @@ class LowPrecisionCallback(TrainerCallback):
             outputs_next_to_loss: see `return_float32`.
         """
         check_quantized_weights_are_frozen(model)
+        for module in filter(runs_under_autocast, model.modules()):  # an earlier Trainer had mixed precision
+            extract_model_from_parallel(module, keep_fp32_wrapper=False)
         self.cast_report = cast_model(model, self.dtype, self._patterns, self.keep_low_bits)
         self._trained = model
         return_float32(model, outputs_next_to_loss)

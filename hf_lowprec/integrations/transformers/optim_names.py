@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.training_args import OptimizerNames
 
-from hf_lowprec.integrations.oldest_versions import OLDEST, outdated
-from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.oldest_versions import OLDEST, outdated
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+from hf_lowprec.wrapped_method import wrap_method
 
 
 def check_versions() -> None:

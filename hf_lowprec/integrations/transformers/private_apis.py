@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
-from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
+from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
 RUN_EPOCH = "_run_epoch"
 """Trainer's method that trains for (the rest of) an epoch; it compares steps with `max_steps` only after a step."""

@@ -13,7 +13,7 @@ from transformers import Trainer
 from hf_lowprec.integrations.transformers import private_apis, trainer_setup
 from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, sharded_at_load, trainer_methods
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
-from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.wrapped_method import wrap_method
 
 Wrapper = Callable[[TrainerCall], Any]
 

@@ -28,7 +28,6 @@ from hf_lowprec.integrations.transformers.training_arguments import (
     checked_arguments,
     optimizer_arguments,
 )
-from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
 from hf_lowprec.optim.arguments import keywords
@@ -36,6 +35,7 @@ from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.low_bits import uses_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.wrapped_method import wrap_method
 
 logger = logging.getLogger(__name__)
 

@@ -38,6 +38,22 @@ def in_16_bits(model) -> set[str]:
     return {name for name, param in model.named_parameters() if param.requires_grad and param.dtype == BF16}
 
 
+@pytest.mark.parametrize("evaluated_only", [False, True])
+def test_autocast_of_a_first_trainer_ends_with_it(tmp_path, evaluated_only):
+    """A baseline is evaluated or trained with bf16=True; then the same model trains as one that it never had."""
+    model = llama()
+    first = Trainer(model, arguments(tmp_path, bf16=True, max_steps=2), train_dataset=counting_data())
+    first.evaluate(counting_data(16))
+    if not evaluated_only:
+        first.train()
+    copied = llama()
+    copied.load_state_dict(model.state_dict())
+    options = {"optim": "adamw_bf16_split", "optim_args": "keep_fp32=*.down_proj", "max_steps": 3}
+    found, expected = (trained(tmp_path, each, **options).model for each in (model, copied))
+    assert not hasattr(model, "_original_forward")
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
+
+
 @pytest.mark.parametrize("second", ["adamw_bf16_kahan", "adamw_bf16_split"])
 @pytest.mark.parametrize("first", ["adamw_bf16_kahan", "adamw_bf16_split"])
 @pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])

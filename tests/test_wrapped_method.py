@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
+from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 from tests.support.processes import forkserver
 
 

@@ -33,6 +33,26 @@ def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
     setattr(owner, name, kind(call) if kind else call)
 
 
+def is_wrapped(instance: object, name: str, wrapper: Callable) -> bool:
+    """Return whether `wrap_method` was called with these arguments for an instance, or for what it is a copy of."""
+    return any(wrapper in found for (_, method), found in vars(instance).get(_WRAPPERS, {}).items() if method == name)
+
+
+def unwrap_method(instance: object, name: str, wrapper: Callable) -> None:
+    """Undo `wrap_method` with these arguments, which were those of its last call for this method."""
+    attributes = vars(instance)
+    wrappers = _Wrappers(attributes.pop(_WRAPPERS))
+    key = next(key for key, found in wrappers.items() if key[1] == name and wrapper in found)
+    remaining = tuple(other for other in wrappers.pop(key) if other is not wrapper)
+    first = remaining[0] if remaining else None
+    if len(remaining) == 1 and isinstance(first, functools.partial) and first.func is _call_attribute:
+        attributes[name] = first.args[0]
+    elif remaining:
+        wrappers[key] = remaining
+    if wrappers:
+        attributes[_WRAPPERS] = wrappers
+
+
 @contextlib.contextmanager
 def temporarily_wrapped(owner: object, name: str, wrapper: Callable) -> Iterator[None]:
     """Replace `owner.name` inside, as `wrap_method` does."""
