@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_lowprec.import_hook import when_imported
@@ -61,6 +62,15 @@ _DEFINED_IN = {
     "optimizer_factory": "optim.optimizer_names",
 }
 
+_NEEDS = {
+    "integrations.accelerate": "accelerate",
+    "integrations.deepspeed": "deepspeed",
+    "integrations.export": "transformers",
+    "integrations.transformers": "transformers",
+    "tools.export": "transformers",
+}
+"""The library that modules of a room cannot be imported without."""
+
 __all__ = [
     "OPTIMIZER_NAMES",
     "SGD",
@@ -108,7 +118,12 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names that can be imported here, so that `help` and completion import them without errors."""
+    found = {library: find_spec(library) is not None for library in {*_NEEDS.values()}}
+    rooms = {name: ".".join(where.split(".")[:2]) for name, where in _DEFINED_IN.items()}
+    missing = {name for name, room in rooms.items() if room in _NEEDS and not found[_NEEDS[room]]}
+    special = {name for name in globals() if name.startswith("__")} | {"__version__"}
+    return sorted(special | ({*__all__} - missing))
 
 
 def _version() -> str:
@@ -187,11 +202,11 @@ def _explained_import_errors(name: str) -> Iterator[None]:
         library = (error.name or "").partition(".")[0]
         if library in ("", "hf_lowprec"):
             raise
-        from hf_lowprec.integrations.oldest_versions import outdated
+        from hf_lowprec.oldest_versions import install_command, outdated
 
         raise ImportError(
-            f"hf_lowprec.{name} needs {outdated(library) or f'{library}, which is missing'} ({error}); to install "
-            "everything that Trainer and Accelerate need: pip install 'hf-lowprec[trainer]'",
+            f"hf_lowprec.{name} needs {outdated(library) or f'{library}, which is missing'} ({error}): "
+            f"{install_command(library)}",
             name=error.name,
         ) from error
 

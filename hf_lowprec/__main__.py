@@ -12,7 +12,9 @@ def main() -> None:
     except ImportError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"hf-lowprec: the command line needs {error.name}; pip install 'hf-lowprec[cli]'")
+        from hf_lowprec.oldest_versions import install_command
+
+        sys.exit(f"hf-lowprec: the command line needs {error.name}: {install_command(error.name)}")
     run_command_line()
 
 

@@ -23,7 +23,7 @@ else:
     import tomli as tomllib
 
 import hf_lowprec
-from hf_lowprec.integrations.oldest_versions import OLDEST
+from hf_lowprec.oldest_versions import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

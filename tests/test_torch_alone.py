@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import hf_lowprec
 from tests.support.chosen_cases import one_in_turn
 from tests.support.processes.ranks import run_script
@@ -42,10 +44,31 @@ def test_the_command_line_says_what_it_needs():
     code = "import sys; sys.modules['typer'] = None; from hf_lowprec.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert done.stderr == "hf-lowprec: the command line needs typer; pip install 'hf-lowprec[cli]'\n"
+    assert done.stderr == "hf-lowprec: the command line needs typer: pip install typer rich packaging safetensors\n"
 
 
 def test_a_command_says_what_it_needs():
     code = "import sys; sys.modules['transformers'] = None; from hf_lowprec.__main__ import main; main()"
     said = run_script("imported_anew.py", code, "doctor", fails=True)
-    assert said == "Error: doctor needs transformers: pip install 'hf-lowprec[trainer]'\n"
+    assert said == "Error: doctor needs transformers: pip install 'transformers>=5.5.4' 'accelerate>=1.11'\n"
+
+
+EXPLORED = """
+import inspect, pydoc, sys
+sys.modules |= dict.fromkeys({missing!r})
+import hf_lowprec
+listed, members = dir(hf_lowprec), dict(inspect.getmembers(hf_lowprec))
+pydoc.render_doc(hf_lowprec)
+public = {{name for name in listed if name[0] != "_"}}
+print(len(listed) == len(members), *sorted(public ^ set(hf_lowprec.__all__)))
+"""
+NEED_ACCELERATE = "LowPrecisionCallback export_checkpoint initialize_deepspeed prepare_accelerator save_pretrained"
+
+
+@pytest.mark.parametrize(
+    ("missing", "hidden"),
+    [(["deepspeed"], "initialize_deepspeed"), (["deepspeed", "transformers", "accelerate"], NEED_ACCELERATE)],
+    ids=str,
+)
+def test_help_and_completion_do_without_what_is_missing(missing, hidden):
+    assert run_script("imported_anew.py", EXPLORED.format(missing=missing)) == f"True {hidden}\n"

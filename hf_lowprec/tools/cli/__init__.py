@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from hf_lowprec.oldest_versions import COMMAND_LINE, OLDEST, install_command
 from hf_lowprec.tools.cli import doctor, estimate, export, inspect, plot, run
 
 
@@ -25,8 +26,8 @@ class _FlagsWithoutType:
         return params
 
 
-_EXTRAS = {**dict.fromkeys(("accelerate", "packaging", "safetensors", "transformers"), "trainer"), "matplotlib": "plot"}
-"""Packages that commands may find missing, and the extra that installs them."""
+_OPTIONAL = {*OLDEST, *COMMAND_LINE, "matplotlib"}
+"""The libraries that commands may find missing."""
 
 
 class _Group(_FlagsWithoutType, TyperGroup):
@@ -41,10 +42,9 @@ class _Command(_FlagsWithoutType, TyperCommand):
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
             library = (error.name or "").partition(".")[0]
-            extra = _EXTRAS.get(library)
-            if self.name == "run" or extra is None:
+            if self.name == "run" or library not in _OPTIONAL:
                 raise
-            typer.echo(f"Error: {self.name} needs {library}: pip install 'hf-lowprec[{extra}]'", err=True)
+            typer.echo(f"Error: {self.name} needs {library}: {install_command(library)}", err=True)
             raise typer.Exit(1) from None
 
 
