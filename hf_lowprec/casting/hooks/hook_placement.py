@@ -18,11 +18,7 @@ from hf_lowprec.casting.fp32_rules.listed_classes import (
 )
 from hf_lowprec.casting.fp32_rules.losses import is_loss, modules_with_torch_losses
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
-from hf_lowprec.casting.hooks.forward_code import (
-    is_code_of_a_library,
-    is_code_of_transformers,
-    names_in_forward,
-)
+from hf_lowprec.casting.hooks.forward_code import is_code_of_a_library, is_code_of_transformers, names_in_forward
 from hf_lowprec.casting.hooks.loss_hooks import calls_loss_function, has_loss_function
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, output_embeddings
 from hf_lowprec.casting.module_tree import ModuleTree
@@ -163,11 +159,11 @@ def torch_loss_hooks(tree: ModuleTree) -> Iterator[HookPlan]:
     named = modules_with_torch_losses(tree)
     for name in named:
         yield HookPlan(name, "torch losses in FP32", "named in forward")
-    around_adapters: Any = getattr(tree.root, "get_base_model", None)  # PEFT
-    model = tree.root if around_adapters is None else around_adapters()
-    name = next(name for name, module in tree.modules.items() if module is model)
-    if name not in named and not is_code_of_a_library(model) and not is_loss(model):
-        yield HookPlan(name, "torch losses in FP32", NOT_NAMED)
+    of_peft: Any = getattr(tree.root, "get_base_model", None)
+    model = tree.root if of_peft is None else of_peft()
+    for name in [name for name, module in tree.modules.items() if module is model][:1]:
+        if name not in named and not is_code_of_a_library(model) and not is_loss(model):
+            yield HookPlan(name, "torch losses in FP32", NOT_NAMED)
 
 
 def downcast_input_hooks(tree: ModuleTree, heads: OutputHeads, dtype: torch.dtype) -> Iterator[HookPlan]:
