@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import torch
@@ -215,6 +216,24 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
             f"rounding={group['rounding']!r} in {where} does not support {param.dtype} parameters; use rounding='kahan'"
             " or cast the model to bfloat16"
         )
+
+
+def check_apart(params: Mapping[int, Tensor]) -> None:
+    """Raise ValueError if two parameters, by their position in the optimizer, share memory.
+
+    Each would hold low bits of its own for the same weights.
+    """
+    spans = []
+    for index, param in params.items():
+        part = local_shard(param)
+        if part.is_contiguous() and (address := part.data_ptr()):  # else empty, or freed
+            spans.append((str(part.device), address, address + part.nbytes, index))
+    for (device, _, end, index), (other_device, begin, _, other) in pairwise(sorted(spans)):
+        if device == other_device and begin < end:
+            raise ValueError(
+                f"parameters {index} and {other} are two objects on the same memory; each would be stepped with low "
+                "bits and moments of its own. Tie them: let both names refer to one Parameter"
+            )
 
 
 def check_placement(index: int, param: Tensor, tensor: Tensor, mean_over: int | None = None) -> None:

@@ -118,3 +118,21 @@ def test_parameters_and_states_whose_memory_is_not_their_values(backend):
         found.append([*params, *(state for param in params for state in optimizer.state[param].values())])
     assert found[0][0].is_neg()
     assert all(map(torch.equal, *found))
+
+
+def test_two_parameters_on_one_memory_are_refused(backend):
+    for first, second in ((0, 10), (0, 10)), ((0, 6), (4, 10)), ((2, 10), (0, 3)):
+        memory = torch.ones(10)
+        params = [nn.Parameter(torch.ones(3)), *(nn.Parameter(memory[slice(*part)]) for part in (first, second))]
+        optimizer = AdamW(params, backend=backend)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with pytest.raises(ValueError, match=r"parameters (1 and 2|2 and 1) are two objects on the same memory"):
+            optimizer.step()
+        assert torch.equal(memory, torch.ones(10)) and not optimizer.state
+        params[2].grad = None
+        optimizer.step()
+    parts = [nn.Parameter(part) for part in torch.ones(10).split(5)]  # of one memory, but apart
+    for param in parts:
+        param.grad = torch.ones_like(param)
+    AdamW(parts, backend=backend).step()

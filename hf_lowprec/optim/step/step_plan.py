@@ -222,6 +222,12 @@ def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
 
 def _check_params(optimizer: Algorithm, param_ids: Set[int]) -> None:
     """Raise RuntimeError or ValueError unless the parameters with these identities can be stepped."""
+    with_grad = {
+        index: param
+        for index, param in enumerate(params_of(optimizer))
+        if id(param) in param_ids and optimizer.gradient_of(param) is not None
+    }
+    validation.check_apart(with_grad)
     for k, group in enumerate(optimizer.param_groups):
         for param in (param for param in group["params"] if id(param) in param_ids):
             validation.check_param(param, group, f"param group {k}")
