@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,8 +39,11 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
         RuntimeError: `backend` cannot run here.
     """
     if name not in OPTIMIZER_NAMES:
-        valid = ", ".join(map(repr, OPTIMIZER_NAMES))
-        raise ValueError(f"optimizer name {name!r} is unknown{_hint(name, OPTIMIZER_NAMES)}; valid are {valid}")
+        near = nearest_name(name, OPTIMIZER_NAMES)
+        raise ValueError(
+            f"optimizer name {name!r} is unknown{f' (did you mean {near!r}?)' if near else ''}; valid are "
+            f"<algorithm>_bf16_<mode> with the algorithms {', '.join(_CLASSES)} and the modes {', '.join(SUFFIXES)}"
+        )
     algorithm, suffix = name.split("_bf16_")
     cls = _CLASSES[algorithm]
     check_keywords(overrides, keywords(cls), f"{name!r}")
@@ -53,6 +56,21 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     return cls, kwargs
 
 
+def nearest_name(name: str, valid: Iterable[str]) -> str | None:
+    """The name among `valid`, which contains ours, that `name` may stand for: of the same algorithm, if it has one."""
+    words = name.lower().replace("-", "_")
+    algorithm, _, suffix = words.partition("bf16")
+    algorithm, suffix = algorithm.strip("_"), suffix.strip("_")
+    if algorithm not in _CLASSES:
+        near = next(iter(difflib.get_close_matches(words, [*valid], n=1)), None)
+        if near not in OPTIMIZER_NAMES or suffix:
+            return near
+        algorithm = near.partition("_bf16_")[0]
+    # "split" where nothing is like the mode that was meant.
+    mode = difflib.get_close_matches(suffix, [*SUFFIXES, *SUFFIXES.values()], n=1) or ["split"]
+    return next(f"{algorithm}_bf16_{short}" for short, full in SUFFIXES.items() if mode[0] in (short, full))
+
+
 def check_keywords(names: Iterable[str], valid: Iterable[str], where: str) -> None:
     """Raise ValueError for the first of `names` that is not in `valid`, with the closest valid name or the way out."""
     valid = list(valid)
@@ -60,11 +78,6 @@ def check_keywords(names: Iterable[str], valid: Iterable[str], where: str) -> No
         if name not in valid:
             if name in FOREIGN_ARGUMENTS:
                 raise ValueError(f"{name!r} is not an argument of {where}: {FOREIGN_ARGUMENTS[name]}")
-            raise ValueError(
-                f"{name!r} is not an argument of {where}{_hint(name, valid)}; valid are {', '.join(valid)}"
-            )
-
-
-def _hint(name: str, valid: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, valid, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+            near = difflib.get_close_matches(name, valid, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{name!r} is not an argument of {where}{hint}; valid are {', '.join(valid)}")

@@ -43,6 +43,10 @@ WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrati
     ("name", "end"),
     [
         ("adamw_bf16_slit", r"\. Did you mean 'adamw_bf16_split'\?"),
+        ("AdamW_bf16_kahan", r"\. Did you mean 'adamw_bf16_kahan'\?"),
+        ("adamw_bf16", r"\. Did you mean 'adamw_bf16_split'\?"),
+        ("muon", r"\. Did you mean 'muon_bf16_split'\?"),
+        ("lion-bf16-stochastic", r"\. Did you mean 'lion_bf16_sr'\?"),
         ("adamw_trch", r"\. Did you mean 'adamw_torch'\?"),
         ("x", ""),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from hf_lowprec.oldest_versions import OLDEST, outdated
-from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, nearest_name
 from hf_lowprec.wrapped_method import wrap_method
 
 
@@ -73,7 +72,7 @@ def _explain_unknown_names() -> None:
         try:
             return original(cls, value)
         except ValueError as error:
-            near = difflib.get_close_matches(str(value), cls._value2member_map_, n=1)
-            raise ValueError(f"{error}" + (f". Did you mean {near[0]!r}?" if near else "")) from None
+            near = nearest_name(str(value), map(str, cls._value2member_map_))
+            raise ValueError(f"{error}" + (f". Did you mean {near!r}?" if near else "")) from None
 
     wrap_method(OptimizerNames, "_missing_", missing)
