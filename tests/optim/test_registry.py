@@ -75,7 +75,7 @@ def test_the_names_are_algorithm_times_mode():
         for module in (hf_lowprec, optim):
             assert getattr(module, name) is cls
             assert name in module.__all__
-    assert set(hf_lowprec.__all__) <= set(dir(hf_lowprec))
+    assert set(hf_lowprec.__all__) - set(dir(hf_lowprec)) <= {"initialize_deepspeed"}  # which needs a library
 
 
 @pytest.mark.parametrize("cls", ALGORITHMS.values())

@@ -29,6 +29,7 @@ from hf_lowprec.optim.state.state_dict_format import (
 )
 from hf_lowprec.optim.state.state_tensors import (
     StateTensor,
+    copy_apart,
     in_own_dtypes,
     rounded_to_nearest,
     state_tensors,
@@ -409,7 +410,8 @@ def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str,
         if name == "step":
             optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
         elif name in AUXILIARY_STATES:
-            optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format, copy=True)
+            moved = value.to(device=device, memory_format=torch.contiguous_format)
+            optimizer.state[param][name] = copy_apart(value) if moved is value else moved
         elif optimizer.state[param][name].dtype != value.dtype:
             optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format)
     if number in loaded.get(LOW_BITS, {}):

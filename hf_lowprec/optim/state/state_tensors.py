@@ -229,3 +229,11 @@ def zeros_apart(
     # From a shard with an offset in its storage, torch makes a DTensor that it cannot copy, so shards have no offset.
     # A plain tensor keeps its offset, which is saved with it, so that loaded states are placed apart as well.
     return dtensor_like(from_dlpack(zeros), param) if is_sharded(param) else zeros
+
+
+def copy_apart(state: Tensor) -> Tensor:
+    """A contiguous copy of a state, at the same offset in memory of its own; see `zeros_apart`."""
+    first = state.storage_offset()
+    if is_sharded(state) or first >= PAGE:  # of an offset above, `state` is a part of other memory
+        return state.clone(memory_format=torch.contiguous_format)
+    return state.new_empty(first + state.numel())[first:].view(state.shape).copy_(state)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hf_lowprec.oldest_versions import COMMAND_LINE, OLDEST, install_command
 from hf_lowprec.tools.cli import doctor, estimate, export, inspect, plot, run
 
 
@@ -26,10 +25,6 @@ class _FlagsWithoutType:
         return params
 
 
-_OPTIONAL = {*OLDEST, *COMMAND_LINE, "matplotlib"}
-"""The libraries that commands may find missing."""
-
-
 class _Group(_FlagsWithoutType, TyperGroup):
     """All commands."""
 
@@ -41,8 +36,10 @@ class _Command(_FlagsWithoutType, TyperCommand):
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
+            from hf_lowprec.oldest_versions import COMMAND_LINE, OLDEST, install_command
+
             library = (error.name or "").partition(".")[0]
-            if self.name == "run" or library not in _OPTIONAL:
+            if self.name == "run" or library not in {*OLDEST, *COMMAND_LINE, "matplotlib"}:
                 raise
             typer.echo(f"Error: {self.name} needs {library}: {install_command(library)}", err=True)
             raise typer.Exit(1) from None
