@@ -69,7 +69,7 @@ _NEEDS = {
     "integrations.transformers": "transformers",
     "tools.export": "transformers",
 }
-"""The library that modules of a room cannot be imported without."""
+"""The library without which the modules of a subpackage cannot be imported."""
 
 __all__ = [
     "OPTIMIZER_NAMES",
@@ -120,8 +120,8 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 def __dir__() -> list[str]:
     """The public names that can be imported here, so that `help` and completion import them without errors."""
     found = {library: find_spec(library) is not None for library in {*_NEEDS.values()}}
-    rooms = {name: ".".join(where.split(".")[:2]) for name, where in _DEFINED_IN.items()}
-    missing = {name for name, room in rooms.items() if room in _NEEDS and not found[_NEEDS[room]]}
+    subpackages = {name: ".".join(where.split(".")[:2]) for name, where in _DEFINED_IN.items()}
+    missing = {name for name, within in subpackages.items() if within in _NEEDS and not found[_NEEDS[within]]}
     special = {name for name in globals() if name.startswith("__")} | {"__version__"}
     return sorted(special | ({*__all__} - missing))
 

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.optim.sharding import when_written
+
 _LOW = 1 << 36
 """A tensor without memory has its offset as address, below this one. Others may lie there, too."""
 
 
 def in_plain_memory(tensor: Tensor) -> Tensor:
     """`tensor` if its memory is as described above; else a copy, after waiting for communication that writes it."""
-    if hasattr(tensor, "wait"):  # see `DTensor.to_local`
-        tensor = tensor.wait()
+    tensor = when_written(tensor)
     if tensor.is_contiguous() and not tensor.is_neg() and (Tensor.data_ptr(tensor) >= _LOW or _has_memory(tensor)):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

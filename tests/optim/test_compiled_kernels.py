@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import Adafactor, AdamW
+from tests.support.chosen_cases import nightly_except
 from tests.support.optim.emulated_gpu import CAPABILITIES, EmulatedGpu
 from tests.support.optim.every_kind_of_value import EVERY_MODE, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
@@ -26,10 +27,7 @@ FEW = [("AdamW", (BF16, {"rounding": "stochastic", "state_dtype": torch.int8})),
 
 
 @pytest.mark.combinations(1)
-@pytest.mark.parametrize(
-    "capability",
-    [pytest.param(number, marks=() if number in (80, 90) else pytest.mark.every_case) for number in CAPABILITIES],
-)
+@pytest.mark.parametrize("capability", nightly_except({80, 90}, CAPABILITIES))
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -57,9 +55,7 @@ def test_a_step_has_the_same_bits(name, mode, capability):
     assert not weight.isnan().all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [BF16, *(pytest.param(dtype, marks=pytest.mark.every_case) for dtype in (FP16, FP32))]
-)
+@pytest.mark.parametrize("dtype", nightly_except({BF16}, [BF16, FP16, FP32]))
 def test_the_sum_of_squares(dtype):
     """Of a whole chunk, of the end of a tensor, of misaligned gradients, and of some that have to be scaled."""
     generator = torch.Generator().manual_seed(2)

@@ -161,9 +161,9 @@ def torch_loss_hooks(tree: ModuleTree) -> Iterator[HookPlan]:
         yield HookPlan(name, "torch losses in FP32", "named in forward")
     of_peft: Any = getattr(tree.root, "get_base_model", None)
     model = tree.root if of_peft is None else of_peft()
-    for name in [name for name, module in tree.modules.items() if module is model][:1]:
-        if name not in named and not is_code_of_a_library(model) and not is_loss(model):
-            yield HookPlan(name, "torch losses in FP32", NOT_NAMED)
+    whole = next((name for name, module in tree.modules.items() if module is model), None)
+    if whole is not None and whole not in named and not is_code_of_a_library(model) and not is_loss(model):
+        yield HookPlan(whole, "torch losses in FP32", NOT_NAMED)
 
 
 def downcast_input_hooks(tree: ModuleTree, heads: OutputHeads, dtype: torch.dtype) -> Iterator[HookPlan]:

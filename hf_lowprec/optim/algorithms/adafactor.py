@@ -15,12 +15,12 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.step.factored_moments import COLUMN_MEAN, ROW_MEAN
 from hf_lowprec.rounding import State, sqrt_rn
 
-_SMALLEST = 2.0**-126
-"""The smallest normal FP32 number: the reciprocal of a smaller one overflows."""
-
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
+
+_SMALLEST = 2.0**-126
+"""The smallest normal FP32 number: the reciprocal of a smaller one overflows."""
 
 
 class Adafactor(LowPrecisionOptimizer):

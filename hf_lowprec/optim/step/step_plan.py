@@ -190,14 +190,14 @@ class StepPlan:
             fused_group.set_gradients(parts[first:end], addresses[first:end])
             first = end
         if not norm_only:
-            for strided in self.plain_copies:
-                strided.copy.copy_(strided.original)
+            for plain in self.plain_copies:
+                plain.copy.copy_(plain.original)
         return True
 
     def copy_back(self) -> None:
-        """Copy the stepped contiguous copies back to their tensors."""
-        for strided in self.plain_copies:
-            strided.original.copy_(strided.copy)
+        """Copy the stepped copies back to their tensors."""
+        for plain in self.plain_copies:
+            plain.original.copy_(plain.copy)
 
     def release(self) -> None:
         """Release what belongs to a single step."""
