@@ -1,20 +1,23 @@
 """Accumulate the gradients of micro-batches in FP32.
 
 torch accumulates into `p.grad` in the parameter's dtype and rounds at each micro-batch, which loses accuracy just as a
-BF16 sum over ranks does. A hook on each parameter adds to an FP32 sum instead. `p.grad` is the rounded sum at all
-times, so clipping, DDP and the optimizer find what they expect.
+BF16 sum over ranks does. Here, a hook adds to an FP32 sum instead, where autograd would add to `p.grad`. That is the
+rounded sum at all times, so clipping, DDP and the optimizer find what they expect.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from hf_lowprec.reduction.private_torch_apis import is_view, version_of
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -55,10 +58,12 @@ class _Sum:
 
     Attributes:
         value: the sum.
-        grad_version: version of `p.grad` after the last addition. If it differs later, other code wrote to `p.grad`.
+        grad: refers to `p.grad` after the last addition.
+        grad_version: its version then. If tensor or version differ later, other code has changed the gradient.
     """
 
     value: Tensor
+    grad: TensorWeakRef
     grad_version: int
 
 
@@ -66,20 +71,25 @@ class GradientAccumulator:
     """Accumulates the gradients of a step's micro-batches in FP32; those of FP32 parameters (norms) in FP64, as the
     reduction over ranks does.
 
-    A new sum begins when `p.grad` is None or was modified by other code (`zero_grad(set_to_none=False)`, clipping). If
-    gradients are views of a bucket (`gradient_as_bucket_view=True`) and there is only one rank, such modifications are
-    not noticed; set gradients to None instead, as `zero_grad` does by default.
+    It acts in backward passes inside `with accumulator.active():` only, and neither in `torch.autograd.grad` nor where
+    the graph of the gradients is kept (`create_graph=True`).
+
+    A new sum begins when `p.grad` is None, was replaced, or was modified by other code (`zero_grad(set_to_none=False)`,
+    clipping). If gradients are views of a bucket (`gradient_as_bucket_view=True`) and there is only one rank, changes
+    in place are not noticed; set gradients to None instead, as `zero_grad` does by default.
 
     Args:
-        model: its trainable parameters get hooks, which replace those of an earlier accumulator. Call
-            `watch_parameters` after parameters were unfrozen or replaced.
+        model: its parameters that are trainable when a backward pass begins are included.
+
+    Attributes:
+        was_active: whether a backward pass has been accumulated.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.__setstate__({"model": model})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the sums, because torch pickles parameters without gradients and hooks."""
+        """Pickle without the sums, because torch pickles parameters without gradients."""
         return {"model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,25 +97,26 @@ class GradientAccumulator:
         if model is None:  # it had been deleted before pickling
             model = nn.Module()
         self._model = weakref.ref(model)
-        if model in _accumulators:
-            _accumulators[model].remove()
-        _accumulators[model] = self
-        self._sums: dict[nn.Parameter, _Sum] = {}
-        self._handles: Any = WeakIdKeyDictionary()  # the hook of each parameter that has one
-        self.watch_parameters()
+        self._sums: Any = WeakIdKeyDictionary()  # the `_Sum` of each parameter that has one
+        self.was_active = False
 
-    def watch_parameters(self) -> None:
-        """Give hooks to parameters that have become trainable, and discard the sums of those that were replaced.
-
-        Sums are complete if this is called before the first backward pass that gives such a parameter a gradient.
-        """
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Accumulate the gradients of backward passes inside."""
+        self.was_active = True
         model = self._model()
-        params = [] if model is None else list(model.parameters())
-        for param in params:
-            if param not in self._handles and _is_accumulated(param):
-                self._handles[param] = param.register_hook(self._make_hook(param))
-        for replaced in self._sums.keys() - set(params):
-            del self._sums[replaced]
+        params = [] if model is None else [param for param in model.parameters() if _is_accumulated(param)]
+        # Autograd adds to `p.grad` in these nodes, which only a graph and this list keep alive.
+        nodes = [get_gradient_edge(param).node for param in params]
+        hooks = [
+            node.register_prehook(functools.partial(self._accumulate, param))
+            for node, param in zip(nodes, params, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @property
     def nbytes(self) -> int:
@@ -113,41 +124,30 @@ class GradientAccumulator:
         return sum(each.value.nbytes for each in self._sums.values())
 
     def restart(self) -> None:
-        """Begin a new sum. Call it when `p.grad` is final, for example after the reduction over ranks."""
+        """Begin new sums. Call it when `p.grad` is final, for example after the reduction over ranks."""
         self._sums.clear()
 
-    def remove(self) -> None:
-        """Remove the hooks and discard the sums, so that torch accumulates again."""
-        for handle in self._handles.values():
-            handle.remove()
-        self.restart()
+    def _accumulate(self, param: nn.Parameter, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
+        """Add a micro-batch's gradient to `p.grad`, and return what autograd must still add: nothing, as minus zeros.
 
-    def _make_hook(self, param: nn.Parameter) -> Callable[[Tensor], Tensor]:
-        def accumulate(gradient: Tensor) -> Tensor:
-            with torch.no_grad():
-                return self._accumulate(param, gradient)
-
-        return accumulate
-
-    def _accumulate(self, param: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Add a micro-batch's gradient to `p.grad`, and return what autograd must still add: the gradient or nothing.
-
-        The first gradient of a sum is left to autograd, which makes it `p.grad`.
+        None lets autograd add the gradient. It makes the first one of a sum `p.grad`.
         """
+        (gradient,) = gradients
+        if gradient is None:
+            return None
         total = param.grad
-        if total is None:
+        if total is None or torch.is_grad_enabled():  # enabled if the graph is kept
             self._sums.pop(param, None)
-            return gradient
+            return None
         exact = self._sums.get(param)
         # Views of a bucket share the version of the whole bucket.
-        if exact is None or (not is_view(total) and exact.grad_version != version_of(total)):
-            exact = self._sums[param] = _Sum(total.to(_sum_dtype(total)), 0)
+        unchanged = exact is not None and (
+            is_view(total) or (exact.grad() is total and exact.grad_version == version_of(total))
+        )
+        if not unchanged:
+            exact = self._sums[param] = _Sum(total.to(_sum_dtype(total)), TensorWeakRef(total), 0)
         exact.value += gradient
         total.copy_(exact.value)
         exact.grad_version = version_of(total) + 1
         # Autograd adds minus zero, which changes nothing, not even the sign of a zero.
-        return gradient.new_full((), -0.0).expand_as(gradient)
-
-
-_accumulators: weakref.WeakKeyDictionary[nn.Module, GradientAccumulator] = weakref.WeakKeyDictionary()
-"""The accumulator of each model that has one."""
+        return (gradient.new_full((), -0.0).expand_as(gradient),)

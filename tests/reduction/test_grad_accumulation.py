@@ -1,5 +1,6 @@
 """Sums over micro-batches against FP32 and FP64 sums of the same gradients, computed with NumPy."""
 
+import contextlib
 import copy
 import gc
 import math
@@ -28,6 +29,11 @@ class FixedGradient(torch.nn.Module):
         return (self.weight * gradient).sum()
 
 
+def backward(accumulator: GradientAccumulator, loss: torch.Tensor, **kwargs) -> None:
+    with accumulator.active():
+        loss.backward(**kwargs)
+
+
 def gradients(count: int, dtype=BF16, seed=0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     reach = 8 if dtype == FP16 else 20
@@ -48,7 +54,7 @@ def test_fp32_sums_are_rounded_once_and_valid_at_any_time(dtype):
     accumulator = GradientAccumulator(model)
     drawn = gradients(7, dtype)
     for count, gradient in enumerate(drawn, 1):
-        model(gradient).backward()
+        backward(accumulator, model(gradient))
         # NumPy's FP32 addition is IEEE's; torch's cast rounds to nearest, which tests of rounding show.
         assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn[:count], np.float32)).to(dtype))
     assert model.weight.grad.dtype == dtype
@@ -57,10 +63,10 @@ def test_fp32_sums_are_rounded_once_and_valid_at_any_time(dtype):
 
 def test_fp32_parameters_are_summed_in_fp64():
     model = FixedGradient(FP32)
-    GradientAccumulator(model)
+    accumulator = GradientAccumulator(model)
     drawn = gradients(9, FP32)
     for gradient in drawn:
-        model(gradient).backward()
+        backward(accumulator, model(gradient))
     assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float64)).float())
     assert model.weight.grad.dtype == FP32
 
@@ -69,83 +75,91 @@ def test_small_gradients_are_not_lost():
     """256 + 256 × 0.5: a BF16 sum stays at 256, whose ulp is 2."""
     drawn = [torch.full((SIZE,), 256.0, dtype=BF16)] + [torch.full((SIZE,), 0.5, dtype=BF16)] * 256
     model, plain = FixedGradient(), FixedGradient()
-    GradientAccumulator(model)
+    accumulator = GradientAccumulator(model)
     for gradient in drawn:
-        model(gradient).backward()
+        backward(accumulator, model(gradient))
         plain(gradient).backward()
     assert model.weight.grad.unique().tolist() == [384.0]
     assert plain.weight.grad.unique().tolist() == [256.0]
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_new_sum_begins_after_zero_grad(to_none):
-    model, drawn = FixedGradient(), gradients(6)
-    GradientAccumulator(model)
+def in_place(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    for _ in range(times):
+        tensor.mul_(1.0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "start"),
+    [
+        (lambda param: setattr(param, "grad", None), 0.0),
+        (lambda param: param.grad.zero_(), 0.0),
+        (lambda param: param.grad.mul_(0.5), 0.5),
+        (lambda param: setattr(param, "grad", param.grad * 0.5), 0.5),
+        (lambda param: setattr(param, "grad", in_place(param.grad * 0.5, param.grad._version)), 0.5),
+    ],
+    ids=["None", "zeroed", "in place", "replaced", "replaced by a tensor of the same version"],
+)
+def test_a_new_sum_begins_from_a_gradient_that_other_code_has_changed(change, start):
+    model, drawn = FixedGradient(), gradients(5)
+    accumulator = GradientAccumulator(model)
     for gradient in drawn[:3]:
-        model(gradient).backward()
-    model.zero_grad(set_to_none=to_none)
+        backward(accumulator, model(gradient))
+    total = model.weight.grad.float() * start
+    change(model.weight)
     for gradient in drawn[3:]:
-        model(gradient).backward()
-    fresh = FixedGradient()
-    GradientAccumulator(fresh)
-    for gradient in drawn[3:]:
-        fresh(gradient).backward()
-    assert torch.equal(model.weight.grad, fresh.weight.grad)
+        backward(accumulator, model(gradient))
+        total += gradient.float()
+    assert torch.equal(model.weight.grad, total.to(BF16))
 
 
-def test_a_gradient_that_was_changed_outside_is_the_new_start():
-    model, (first, second, third) = FixedGradient(), gradients(3)
-    GradientAccumulator(model)
-    model(first).backward()
-    model(second).backward()
-    model.weight.grad.mul_(0.5)
-    start = model.weight.grad.float()
-    model(third).backward()
-    assert torch.equal(model.weight.grad, (start + third.float()).to(BF16))
+def test_other_uses_of_autograd_are_left_alone():
+    """`torch.autograd.grad`, backward passes of other loops, a kept graph, and hooks of the user's on the parameter."""
+    model, plain = FixedGradient(), FixedGradient()
+    accumulator = GradientAccumulator(model)
+    seen: list[torch.Tensor] = []
+    first, second, third = gradients(3)
+    backward(accumulator, model(first))
+    model.weight.register_hook(seen.append)
+    backward(accumulator, model(second))
+    assert torch.equal(seen[0], second)
+    before = model.weight.grad.clone()
+    with accumulator.active():
+        (gradient,) = torch.autograd.grad(model(third), model.weight)
+    assert torch.equal(gradient, third)
+    assert torch.equal(model.weight.grad, before)
+    plain.weight.grad = before.clone()
+    for loss in (model(third), plain(third)):
+        loss.backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    model.weight.grad = None
+    backward(accumulator, (model.weight * third).square().sum(), create_graph=True)
+    backward(accumulator, (model.weight * third).square().sum(), create_graph=True)
+    (twice,) = torch.autograd.grad(model.weight.grad.sum(), model.weight)
+    assert torch.equal(twice, 4 * third.square())  # of 2 · 2 (w · g) · g, in powers of two of one rounding
+    model.weight.grad = None
 
 
 def test_signed_zeros_infinities_and_nans_arrive():
     model = FixedGradient(size=5)
-    GradientAccumulator(model)
+    accumulator = GradientAccumulator(model)
     inf, nan = math.inf, math.nan
-    model(torch.tensor([-0.0, inf, inf, 1.0, nan], dtype=BF16)).backward()
-    model(torch.tensor([-0.0, 1.0, -inf, nan, 0.0], dtype=BF16)).backward()
+    backward(accumulator, model(torch.tensor([-0.0, inf, inf, 1.0, nan], dtype=BF16)))
+    backward(accumulator, model(torch.tensor([-0.0, 1.0, -inf, nan, 0.0], dtype=BF16)))
     zero, *others = model.weight.grad.tolist()
     assert zero == 0
     assert math.copysign(1, zero) == -1
     assert others[0] == inf
     assert all(map(math.isnan, others[1:]))
-    model(torch.ones(5, dtype=BF16)).backward()
+    backward(accumulator, model(torch.ones(5, dtype=BF16)))
     assert model.weight.grad[1] == inf
-
-
-def test_removed_hooks_add_as_torch_does():
-    model, plain, drawn = FixedGradient(), FixedGradient(), gradients(8)
-    accumulator = GradientAccumulator(model)
-    model(drawn[0]).backward()
-    accumulator.remove()
-    model.zero_grad()
-    for gradient in drawn:
-        model(gradient).backward()
-        plain(gradient).backward()
-    assert torch.equal(model.weight.grad, plain.weight.grad)
-    assert accumulator.nbytes == 0
-
-
-def test_a_second_instance_takes_the_place_of_the_first():
-    model, drawn = FixedGradient(), gradients(5)
-    first = GradientAccumulator(model)
-    second = GradientAccumulator(model)
-    for gradient in drawn:
-        model(gradient).backward()
-    assert (first.nbytes, second.nbytes) == (0, 4 * SIZE)
-    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float32)).to(BF16))
 
 
 def test_a_model_with_sums_can_be_copied_and_pickled():
     model = FixedGradient()
-    GradientAccumulator(model)
-    model(gradients(1)[0]).backward()
+    accumulator = GradientAccumulator(model)
+    for gradient in gradients(2):
+        backward(accumulator, model(gradient))
     assert torch.equal(copy.deepcopy(model).weight, model.weight)
     assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
 
@@ -159,13 +173,13 @@ def test_with_activation_checkpointing_and_a_parameter_used_twice(reentrant):
     def run(in_fp32: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
         layer = torch.nn.Linear(16, 16).to(BF16)
-        if in_fp32:
-            GradientAccumulator(layer)
+        accumulator = GradientAccumulator(layer)
         seen = []
         for part in inputs:
             part = part.clone().requires_grad_()
             hidden = checkpoint(layer, part, use_reentrant=reentrant)
-            checkpoint(layer, hidden, use_reentrant=reentrant).square().sum().backward()
+            with accumulator.active() if in_fp32 else contextlib.nullcontext():
+                checkpoint(layer, hidden, use_reentrant=reentrant).square().sum().backward()
             seen.append(layer.weight.grad.clone())
             if not in_fp32:
                 layer.zero_grad()
@@ -179,45 +193,33 @@ def test_with_activation_checkpointing_and_a_parameter_used_twice(reentrant):
 
 def test_with_a_compiled_model():
     model, drawn = FixedGradient(), gradients(4)
-    GradientAccumulator(model)
+    accumulator = GradientAccumulator(model)
     compiled = torch.compile(model, backend="aot_eager")
     for gradient in drawn:
-        compiled(gradient).backward()
+        backward(accumulator, compiled(gradient))
     assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float32)).to(BF16))
 
 
 @pytest.mark.parametrize("change", ["unfrozen", "replaced"])
-def test_parameters_that_become_trainable_later_get_the_same_bits(change):
-    model, from_the_start, drawn = FixedGradient(), FixedGradient(), gradients(6)
+def test_parameters_that_become_trainable_later_are_included_and_former_ones_freed(change):
+    model, drawn = FixedGradient(), gradients(6)
     model.weight.requires_grad_(change == "replaced")
     accumulator = GradientAccumulator(model)
+    former = weakref.ref(model.weight)
     if change == "unfrozen":
         model.weight.requires_grad_()
     else:
-        model(drawn[0]).backward()
+        for gradient in drawn:
+            backward(accumulator, model(gradient))
         model.weight = torch.nn.Parameter(torch.zeros(SIZE, dtype=BF16))
-    GradientAccumulator(from_the_start)
-    plain = FixedGradient()
+        gc.collect()
+        assert former() is None
+        assert accumulator.nbytes == 0
     for gradient in drawn:
-        accumulator.watch_parameters()
-        for module in (model, from_the_start, plain):
-            module(gradient).backward()
-    assert torch.equal(model.weight.grad, from_the_start.weight.grad)
-    assert not torch.equal(model.weight.grad, plain.weight.grad)
-
-
-def test_a_model_and_its_replaced_parameters_are_freed():
-    model = FixedGradient()
-    accumulator = GradientAccumulator(model)
-    for gradient in gradients(2):
-        model(gradient).backward()
-    before = weakref.ref(model.weight)
-    model.weight = torch.nn.Parameter(torch.zeros(SIZE, dtype=BF16))
-    accumulator.watch_parameters()
-    gc.collect()
-    assert before() is None
-    assert accumulator.nbytes == 0
+        backward(accumulator, model(gradient))
+    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float32)).to(BF16))
     last = weakref.ref(model.weight)
     del model
     gc.collect()
     assert last() is None
+    assert accumulator.nbytes == 0

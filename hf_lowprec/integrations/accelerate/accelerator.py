@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,7 @@ def prepare_accelerator(
     Args:
         accelerator: an Accelerator that has not prepared a model yet.
         grad_accumulation: how the gradients of micro-batches are accumulated: `"nearest"` (as in torch, in the
-            parameters' dtype) or `"fp32"` (4 bytes per parameter). Parameters that are unfrozen or replaced later are
-            included if `accelerator.backward` is called.
+            parameters' dtype) or `"fp32"` (4 bytes per parameter), which acts in `accelerator.backward`.
         reduction: how FSDP2 sums gradients over ranks: `"rank_order"` (by this package, with the same bits on every
             machine) or `"nccl"` (by NCCL in symmetric memory, in an order of its choice; needs NVLink).
 
@@ -152,7 +151,7 @@ def prepare_accelerator(
         "prepare_model": functools.partial(_prepare_model, status, prepared_models),
         # Compares the ranks before the first step.
         "prepare_optimizer": functools.partial(_prepare_optimizer, status, comparison),
-        # Parameters may have become trainable since the model was prepared.
+        # FP32 sums over micro-batches.
         "backward": functools.partial(_backward, status),
         # DDP over one process need not synchronize micro-batches.
         "no_sync": _no_sync,
@@ -456,6 +455,8 @@ def _prepare_optimizer(
             f"grad_accumulation={reduction.grad_accumulation!r} adds to gradients in param.grad, which "
             f"{collector.argument} frees in every backward pass; remove one of the two"
         )
+    if reduction.grad_accumulation != "nearest":
+        unwrap_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_accumulated, reduction))
     prepared = original(accelerator, optimizer, *args, **kwargs)
     comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(accelerator))
     return prepared
@@ -491,9 +492,23 @@ def _forbid_later_cast(model: nn.Module) -> None:
 
 def _backward(reduction: ReductionStatus, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.backward`: accumulate the gradients of all parameters that are trainable by now."""
-    for accumulator in reduction.accumulators:
-        accumulator.watch_parameters()
-    return original(*args, **kwargs)
+    with ExitStack() as stack:
+        for accumulator in reduction.accumulators:
+            stack.enter_context(accumulator.active())
+        return original(*args, **kwargs)
+
+
+def _check_accumulated(reduction: ReductionStatus, *_: Any) -> None:
+    """A step pre-hook.
+
+    Raises:
+        RuntimeError: gradients were not accumulated as was asked for.
+    """
+    if not all(accumulator.was_active for accumulator in reduction.accumulators):
+        raise RuntimeError(
+            f"grad_accumulation={reduction.grad_accumulation!r} acts in accelerator.backward(loss), which was not "
+            "called before this step; call it in place of loss.backward()"
+        )
 
 
 def _no_sync(original: Callable, accelerator: Accelerator, model: nn.Module) -> Any:

@@ -324,6 +324,17 @@ def test_micro_batches_add_up_in_fp32():
     assert not torch.equal(native, weight)
 
 
+def test_micro_batches_that_were_not_accumulated_as_asked_for_are_an_error():
+    built = lowprec()
+    with_a_model(built)
+    (model,), (optimizer,) = private_apis.prepared_models(built), private_apis.prepared_optimizers(built)
+    model(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"accelerator\.backward\(loss\).*in place of loss\.backward\(\)"):
+        optimizer.step()
+    built.backward(model(torch.ones(1, 32, dtype=torch.bfloat16)).sum())
+    optimizer.step()
+
+
 def clipped(parameters_of, max_norm: float):
     built = accelerator()
     hf_lowprec.prepare_accelerator(built)
