@@ -16,7 +16,6 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from hf_lowprec.reduction.private_torch_apis import is_view, version_of
@@ -106,8 +105,10 @@ class GradientAccumulator:
         self.was_active = True
         model = self._model()
         params = [] if model is None else [param for param in model.parameters() if _is_accumulated(param)]
+        with torch.enable_grad():
+            views: list[Any] = [param.view_as(param) for param in params]
         # Autograd adds to `p.grad` in these nodes, which only a graph and this list keep alive.
-        nodes = [get_gradient_edge(param).node for param in params]
+        nodes = [view.grad_fn.next_functions[0][0] for view in views]
         hooks = [
             node.register_prehook(functools.partial(self._accumulate, param))
             for node, param in zip(nodes, params, strict=True)
