@@ -555,7 +555,8 @@ class LowPrecisionOptimizer(Algorithm):
         As in torch, the saved options replace those of this optimizer; a warning names those that differ. This
         optimizer keeps its rounding mode: states of another one are converted before the next step. It keeps a
         `state_dtype` other than None, and with 8 bits its `state_rounding`: saved states are converted, rounded to
-        nearest; else they keep their dtypes. Keys that an earlier version did not save get their defaults.
+        nearest; else they keep their dtypes. Compensations and remainders are copied; other states may share memory
+        with `state_dict`, as in torch. Keys that an earlier version did not save get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
