@@ -117,12 +117,11 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     both ties beside an even weight, see `split.py`.
 
     Args:
-        param: a BF16 or FP16 parameter: `exact`, rounded to nearest. If it is a DTensor, all of its ranks must call
-            this function.
+        param: a BF16 or FP16 parameter: `exact`, rounded to nearest. Of a DTensor, this rank's shard is meant.
         exact: FP32 or FP16 tensor of the same shape, placed in the same way.
 
     Returns:
-        Whether there is a difference, on any rank.
+        Whether there is a difference.
     """
     weights, exacts = _local(param).detach().reshape(-1), _local(exact).reshape(-1)
     kept = torch.empty_like(weights, dtype=ROUNDED_OFF_DTYPES[param.dtype])
@@ -130,12 +129,7 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     for first in range(0, len(weights), chunk):
         part = slice(first, first + chunk)
         kept[part] = rounded_off(exacts[part].float(), weights[part])
-    differs = kept.any()
-    if hasattr(param, "device_mesh"):  # as for the full tensor, of which another rank may hold what differs
-        differs = differs.to(torch.uint8)
-        for group in param.device_mesh.get_all_groups():
-            torch.distributed.all_reduce(differs, torch.distributed.ReduceOp.MAX, group)
-    if not differs:
+    if not kept.any():
         return False
     set_low_bits(param, kept.view(_local(param).shape))
     return True

@@ -66,6 +66,10 @@ def test_all_ranks_skip_a_step_with_nan_on_one(tmp_path, setup):
     run(setup, "nonfinite", "any", tmp_path)
 
 
+def test_ranks_that_differ_tell(tmp_path):
+    run("TP", "differences", "any", tmp_path)
+
+
 @setups("FSDP2 x EP")
 @pytest.mark.parametrize("optim", ["adamw_bf16_split", pytest.param("adamw_bf16_sr", marks=pytest.mark.every_case)])
 def test_trainer_clips_saves_resumes_and_exports(tmp_path, setup, optim):

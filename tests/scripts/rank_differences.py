@@ -94,10 +94,13 @@ def one_group(model: nn.Module) -> torch.optim.Optimizer:
     return hf_lowprec.AdamW(model.parameters(), lr=0.1)
 
 
-def frozen_norm() -> nn.Module:
-    model = Net()
-    model.norm.requires_grad_(False)
-    return model
+def frozen(part: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Net()
+        model.get_submodule(part).requires_grad_(False)
+        return model
+
+    return build
 
 
 def another_net() -> nn.Module:
@@ -189,8 +192,13 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "frozen": (
         {},
-        {"build": frozen_norm},
+        {"build": frozen("norm")},
         "parameter 2 of Net is 'norm.weight: float32 (8,), frozen' on rank 1 and 'norm.weight: float32 (8,)' on rank 0",
+    ),
+    "frozen as a whole": (
+        {},
+        {"build": frozen("")},
+        "parameter 0 of Net is 'first.weight: bfloat16 (8, 4), frozen' on rank 1",
     ),
     "weights": (
         {},

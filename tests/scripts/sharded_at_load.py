@@ -1,10 +1,11 @@
 """Trainer on a model that transformers has sharded over a device mesh while loading it.
 
-sharded_at_load.py steps|gradients|sums|nonfinite|trainer llama|moe|encoder SIZES OPTIM,… FOLDER
+sharded_at_load.py steps|gradients|sums|nonfinite|differences|trainer llama|moe|encoder SIZES OPTIM,… FOLDER
 
 SIZES are arguments of `DistributedConfig`, such as fsdp_size=2,tp_size=2. With "steps", the Trainer's optimizer steps
 on the same gradients as that of the whole model; with "sums", gradients that differ between ranks are summed; with
-"nonfinite", one rank's are NaN; with "trainer", it trains, saves, resumes and exports.
+"nonfinite", one rank's are NaN; with "differences", one rank has other settings; with "trainer", it trains, saves,
+resumes and exports.
 """
 
 import hashlib
@@ -272,6 +273,18 @@ def check_nonfinite(folder: Path, sizes: dict[str, int]) -> None:
         check_replicas(one.model, one.optimizer)
 
 
+def check_differences(folder: Path, sizes: dict[str, int]) -> None:
+    """All ranks name what rank 1 has instead, though accelerate knows only one process of each."""
+    frozen = "model.layers.0.mlp.up_proj.weight"
+    for told in (f"'{frozen}: .*, frozen' on rank 1", "'weight_decay'. is 0.3 on rank 1 and 0.1 on rank 0"):
+        model, odd = load(folder, sizes), dist.get_rank() == 1
+        model.get_parameter(frozen).requires_grad_(not (odd and "frozen" in told))
+        one = trainer(model, "adamw_bf16_split", use_cpu=False, weight_decay=0.3 if odd and "decay" in told else 0.1)
+        with pytest.raises(RuntimeError, match=told):
+            one.train()
+        assert one.accelerator.num_processes == 1
+
+
 class CheckNorms(TrainerCallback):
     """Compares the norm by which the step clips with that of the gradients, gathered, in FP64."""
 
@@ -348,6 +361,8 @@ def main(action: str, kind: str, written: str, optims: str, folder: str) -> None
         check_sums(base, sizes)
     if action == "nonfinite":
         check_nonfinite(base, sizes)
+    if action == "differences":
+        check_differences(base, sizes)
     for optim in optims.split(",") if action in ("steps", "trainer") else ():
         if action == "steps":
             check_steps(base, sizes, optim)

@@ -133,8 +133,9 @@ def _in_16_bits(weight: LoadedTensor) -> bool:
 
 
 def _is_initial(tensor: Tensor) -> bool:
-    """Return whether a tensor has the values that norms begin with."""
-    return tensor.is_meta or bool(((tensor == 0) | (tensor == 1)).all())
+    """Return whether a tensor, or this rank's shard of it, has the values that norms begin with."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.is_meta or bool(((local == 0) | (local == 1)).all())
 
 
 def _stored_dtype_of(name: str, stored: Mapping[str, str]) -> str | None:

@@ -371,7 +371,7 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         reshard_after_evaluation(model)
         wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
         reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
-    if accelerator.num_processes > 1:
+    if private_apis.trains_on_several_ranks(accelerator.num_processes, [model]):
         average_gradients(
             private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator.gradient_state)
         )
@@ -399,7 +399,7 @@ def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model:
     Raises:
         RuntimeError: the ranks' models or settings differ.
     """
-    if accelerator.num_processes > 1 and any(param.requires_grad for param in model.parameters()):
+    if private_apis.trains_on_several_ranks(accelerator.num_processes, [model]):
         settings = {name: getattr(reduction, name) for name in ("grad_accumulation", "reduction")}
         check_same_settings({**settings, **model_settings(model)})
 

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_lowprec.integrations.accelerate.private_apis import trains_on_several_ranks
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.reduction.compare_replicas import (
@@ -34,13 +35,13 @@ class FirstStepComparison:
         self._watched: dict[torch.optim.Optimizer, tuple[Any, list[nn.Module]]] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
-        """Compare before the next step of `optimizer`, if there are several ranks.
+        """Compare before the next step of `optimizer`, if there are several ranks by then.
 
         Args:
             optimizer: any optimizer.
             models: the list of the accelerator's models, which give parameters their names. Until the step it may grow.
         """
-        if self._num_processes > 1 and optimizer not in self._watched:
+        if (self._num_processes > 1 or torch.distributed.is_initialized()) and optimizer not in self._watched:
             self._watched[optimizer] = optimizer.register_step_pre_hook(self._before_step), models
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -65,6 +66,8 @@ class FirstStepComparison:
             self._compare(optimizer, models, max_grad_norm)
 
     def _compare(self, optimizer: torch.optim.Optimizer, models: list[nn.Module], max_grad_norm: float | None) -> None:
+        if not trains_on_several_ranks(self._num_processes, models):
+            return
         names = {param: name for model in models for name, param in synchronized_parameters(model)}
         check_same_settings(
             {

@@ -68,6 +68,17 @@ def is_sharded_at_load(model: Any) -> bool:
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
+def trains_on_several_ranks(num_processes: int, models: list[Any]) -> bool:
+    """Return whether `models` are trained on several ranks.
+
+    Args:
+        num_processes: the number of processes that accelerate knows. On a CPU, it may know one only of those over which
+            transformers has sharded a model.
+        models: the models.
+    """
+    return num_processes > 1 or (any(map(is_sharded_at_load, models)) and torch.distributed.get_world_size() > 1)
+
+
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The trainable parameters of a model sharded at load of which every rank holds all.
 
