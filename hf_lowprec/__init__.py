@@ -150,29 +150,10 @@ def register() -> None:
         _wrap_trainer()
 
 
-def unpickle_optimizer_name(name: str) -> Any:
-    """Return the member of transformers' enum whose value is `name`, as stored in `TrainingArguments.optim`.
-
-    Files such as `training_args.bin` refer to this function by its path, so loading one imports `hf_lowprec`, which
-    adds the names.
-
-    Raises:
-        ValueError: this version has no optimizer of that name.
-    """
-    from hf_lowprec.integrations.transformers.optim_names import optimizer_member
-
-    try:
-        return optimizer_member(name)
-    except ValueError:
-        raise ValueError(
-            f"optim={name!r} is not known to hf_lowprec {_version()}; install the version that it was saved with"
-        ) from None
-
-
 def _add_optimizer_names() -> None:
     from hf_lowprec.integrations.transformers.optim_names import add_optimizer_names
 
-    add_optimizer_names(unpickle_optimizer_name)
+    add_optimizer_names()
 
 
 def _wrap_trainer() -> None:

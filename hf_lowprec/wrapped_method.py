@@ -24,7 +24,7 @@ def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
         return
     replaced = inspect.getattr_static(owner, name)
     kind = type(replaced) if isinstance(replaced, classmethod | staticmethod) else None
-    original: Callable = replaced.__func__ if kind else replaced
+    original: Callable = replaced.__func__ if kind else getattr(owner, name)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def _call_attribute(attribute: Callable, original: Callable, instance: object, *
 
 def _call_wrappers(cls: type, name: str) -> None:
     """Let a method of a class call the wrappers that its instance has for it. Calling it again has no effect."""
-    original = vars(cls)[name]
+    original = getattr(cls, name)
     if hasattr(original, _WRAPPERS):
         return
 

@@ -52,7 +52,7 @@ WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrati
     ],
 )
 def test_an_unknown_name_is_answered_with_the_closest_one(name, end):
-    add_optimizer_names(str)  # once more, which changes nothing
+    add_optimizer_names()  # once more, which changes nothing
     with pytest.raises(ValueError, match=rf"^{name} is not a valid OptimizerNames, please .*\]{end}$"):
         TrainingArguments(optim=name)
 
@@ -299,6 +299,13 @@ def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):
     assert called[1:] == [private_apis.LOAD_CHECKPOINT, private_apis.LOAD_BEST], (
         f"checkpoints are loaded elsewhere {WHERE}"
     )
+
+
+def test_a_model_is_moved_where_we_look(tmp_path, monkeypatch):
+    moved = []
+    monkeypatch.setattr(Trainer, private_apis.MOVE_MODEL, lambda self, *args: moved.append(args))
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=counting_data())
+    assert moved == [(trainer.model, trainer.args.device)], f"Trainer moves models in another way {WHERE}"
 
 
 def test_models_are_saved_by_the_function_that_we_replace(tmp_path):

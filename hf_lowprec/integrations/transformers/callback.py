@@ -63,7 +63,7 @@ class LowPrecisionCallback(TrainerCallback):
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
         keep_fp32: modules to keep in FP32, in addition to norms and rotary embeddings, as for `cast_model`.
-        report: print the precision report when training begins.
+        report: print the precision report when training begins; log it where the logger `hf_lowprec` shows INFO.
         log_lost_updates: measure the precision of logged steps, log it, and warn. An error in a measurement ends all
             measurements, with a warning; with sharded weights, which the ranks measure together, it is raised.
         grad_accumulation: how the gradients of micro-batches are accumulated, as for `prepare_accelerator`.
@@ -177,7 +177,7 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print the precision report.
+        """Print or log the precision report.
 
         Raises:
             RuntimeError: the callback was added after the Trainer was built.
@@ -199,7 +199,8 @@ class LowPrecisionCallback(TrainerCallback):
         self._watch(optimizer, kwargs["model"], state)
         if self.report and state.is_world_process_zero:
             notes = self._notes(args, state, optimizer)
-            print(precision_report(kwargs["model"], optimizer, self.cast_report, notes))
+            say = logger.info if logger.isEnabledFor(logging.INFO) and logger.hasHandlers() else print
+            say(precision_report(kwargs["model"], optimizer, self.cast_report, notes))
         self.weights_match_optimizer = True
 
     def _notes(self, args: TrainingArguments, state: TrainerState, optimizer: Any) -> list[str]:

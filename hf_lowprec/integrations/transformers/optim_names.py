@@ -27,33 +27,25 @@ def import_trainer() -> None:
     import transformers.trainer  # noqa: F401
 
 
-def add_optimizer_names(unpickle: Callable[[str], Any]) -> None:
+def add_optimizer_names() -> None:
     """Add our names to `OptimizerNames`, the enum whose members `TrainingArguments` accepts.
 
-    There is no public way to extend an enum. Calling this again has no effect.
-
-    Args:
-        unpickle: the function that a pickled member calls with its value. Unpickling imports its module, which adds the
-            members. Pickled by default, a member would refer only to the enum, which may not have it yet.
+    There is no public way to extend an enum. Calling this again has no effect. Our members pickle as text, so that
+    `training_args.bin` can be read without this package.
     """
     _explain_unknown_names()
     check_versions()
     for name in OPTIMIZER_NAMES:
         if name not in OptimizerNames._value2member_map_:
-            _add_member(name, unpickle)
-    torch.serialization.add_safe_globals([unpickle])
+            _add_member(name)
+    torch.serialization.add_safe_globals([str])  # for weights_only=True
 
 
-def optimizer_member(name: str) -> OptimizerNames:
-    """The member of transformers' enum whose value is `name`."""
-    return OptimizerNames(name)
-
-
-def _add_member(name: str, unpickle: Callable[[str], Any]) -> None:
+def _add_member(name: str) -> None:
     member = str.__new__(OptimizerNames, name)
     member._name_, member._value_ = name.upper(), name
     member.__objclass__ = OptimizerNames
-    member.__reduce_ex__ = lambda protocol: (unpickle, (name,))
+    member.__reduce_ex__ = lambda protocol: (str, (name,))
     member._sort_order_ = len(OptimizerNames._member_names_)
     OptimizerNames._member_names_.append(member._name_)
     OptimizerNames._member_map_[member._name_] = member

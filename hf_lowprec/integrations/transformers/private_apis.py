@@ -5,6 +5,9 @@ Each has a test in `tests/integrations/test_private_apis.py` that fails when a n
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -42,6 +45,27 @@ SAVE_OPTIMIZER = "_save_optimizer_and_scheduler"
 
 NORM_OVER_MESHES = "_mixed_mesh_grad_norm"
 """Trainer's method that clips gradients on several device meshes, which it scales."""
+
+
+MOVE_MODEL = "_move_model_to_device"
+"""Trainer's method that moves a model to a device."""
+
+
+def positional_arguments(method: str) -> list[str]:
+    """The names of the arguments that a method of Trainer takes by position, without `self`.
+
+    Where another library has replaced it by one that takes `*args`, Trainer's source names them.
+    """
+    parameters = inspect.signature(getattr(Trainer, method)).parameters.values()
+    if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
+        return [parameter.name for parameter in parameters if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD][1:]
+    return _positional_arguments_in_source().get(method, [])
+
+
+@functools.cache
+def _positional_arguments_in_source() -> dict[str, list[str]]:
+    functions = [node for node in ast.walk(ast.parse(inspect.getsource(Trainer))) if isinstance(node, ast.FunctionDef)]
+    return {function.name: [argument.arg for argument in function.args.args[1:]] for function in functions[::-1]}
 
 
 def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:

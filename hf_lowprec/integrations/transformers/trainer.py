@@ -18,7 +18,7 @@ from hf_lowprec.wrapped_method import wrap_method
 Wrapper = Callable[[TrainerCall], Any]
 
 _EVERY_TRAINER: dict[str, Wrapper] = {
-    # Casts the model before it is moved or wrapped, adds the callback, prepares the accelerator.
+    # Adds the callback, prepares the accelerator, casts the model before it is moved or wrapped.
     "__init__": trainer_setup.build,
     # Casts what has been added to the model since then, such as adapters, before the optimizer collects parameters.
     "create_optimizer": trainer_setup.create_optimizer,
@@ -48,30 +48,31 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     private_apis.LOAD_BEST: trainer_methods.load_best,
 }
 """Method -> its replacement, for Trainers with our callback."""
-_WRAPPED = "_hf_lowprec"
-"""The attribute of a wrapped method."""
+_WRAPPED = "_hf_lowprec_wrapped"
+"""The attribute of Trainer once its methods are wrapped."""
 
 
 def wrap_trainer() -> None:
     """Wrap Trainer's methods. Calling it again has no effect."""
-    for name, wrapper in _EVERY_TRAINER.items():
-        _wrap_once(name, wrapper, ours_only=False)
-    for name, wrapper in _OUR_TRAINERS.items():
-        _wrap_once(name, wrapper, ours_only=True)
-    if not hasattr(Trainer.get_optimizer_cls_and_kwargs, _WRAPPED):
-        wrap_method(Trainer, "get_optimizer_cls_and_kwargs", trainer_setup.get_optimizer_cls_and_kwargs)
-        setattr(Trainer.get_optimizer_cls_and_kwargs, _WRAPPED, True)
-
-
-def _wrap_once(name: str, wrapper: Wrapper, ours_only: bool) -> None:
-    """Wrap a method of Trainer; skip one that this version of transformers does not have."""
-    if not hasattr(Trainer, name) or hasattr(getattr(Trainer, name), _WRAPPED):
+    if hasattr(Trainer, _WRAPPED):  # other libraries may have wrapped them again
         return
+    setattr(Trainer, _WRAPPED, True)
+    for name, wrapper in _EVERY_TRAINER.items():
+        _wrap(name, wrapper, ours_only=False)
+    for name, wrapper in _OUR_TRAINERS.items():
+        _wrap(name, wrapper, ours_only=True)
+    wrap_method(Trainer, "get_optimizer_cls_and_kwargs", trainer_setup.get_optimizer_cls_and_kwargs)
+
+
+def _wrap(name: str, wrapper: Wrapper, ours_only: bool) -> None:
+    """Wrap a method of Trainer; skip one that this version of transformers does not have."""
+    if not hasattr(Trainer, name):
+        return
+    positions = private_apis.positional_arguments(name)
 
     def method(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
         if ours_only and attachment_of(trainer) is None:
             return original(trainer, *args, **kwargs)
-        return wrapper(TrainerCall(original, trainer, args, kwargs))
+        return wrapper(TrainerCall(original, positions, trainer, args, kwargs))
 
     wrap_method(Trainer, name, method)
-    setattr(getattr(Trainer, name), _WRAPPED, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,29 @@ class TrainerCall:
 
     Attributes:
         trainer: the Trainer whose method is called.
-        arguments: the arguments by name, including `self`. Changes made here reach the method.
+        arguments: the arguments by name. Changes made here reach the method.
+
+    Args:
+        original: the method, which may be one that another library has put in place of Trainer's.
+        positions: the names of its positional arguments.
+        trainer: see above.
+        args: the positional arguments of the call, without the Trainer.
+        kwargs: its keyword arguments.
     """
 
-    def __init__(self, original: Callable, trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._original = original
-        self._bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+    def __init__(
+        self, original: Callable, positions: list[str], trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._original, self._args, self._kwargs = original, args, kwargs
+        self._positions = positions[: len(args)]
         self.trainer = trainer
-        self.arguments = self._bound.arguments
+        self.arguments = kwargs | dict(zip(positions, args, strict=False))
 
     def proceed(self) -> Any:
-        """Call Trainer's original method."""
-        return self._original(*self._bound.args, **self._bound.kwargs)
+        """Call the original method: by position what was given by position, and by name what was given twice."""
+        positional = [self.arguments[name] for name in self._positions]
+        named = {name: value for name, value in self.arguments.items() if name not in self._positions}
+        return self._original(self.trainer, *positional, *self._args[len(positional) :], **self._kwargs | named)
 
     @property
     def attachment(self) -> Attachment:

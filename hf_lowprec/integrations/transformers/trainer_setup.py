@@ -20,7 +20,7 @@ from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import after_callbacks
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
-from hf_lowprec.integrations.transformers.quantization import check_trainable
+from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, check_trainable
 from hf_lowprec.integrations.transformers.reports.lost_updates_warning import add_lost_updates_warning
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach, attachment_of
 from hf_lowprec.integrations.transformers.training_arguments import (
@@ -35,26 +35,30 @@ from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.low_bits import uses_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.wrapped_method import wrap_method
+from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
 logger = logging.getLogger(__name__)
 
 
 def build(call: TrainerCall) -> None:
-    """`Trainer.__init__`: cast the model before it is moved or wrapped, add the callback, prepare the accelerator.
+    """`Trainer.__init__`: add the callback, prepare the accelerator, cast the model before it is moved or wrapped.
+
+    The model is cast when Trainer has accepted all arguments, so that an error leaves it unchanged.
 
     Raises:
-        ValueError: an argument is invalid or incompatible with training in 16 bits. The model is left unchanged,
-            unless the reason is that one process has several GPUs.
+        ValueError: an argument is invalid or incompatible with training in 16 bits.
     """
     trainer, arguments = call.trainer, call.arguments
     args: TrainingArguments | None = arguments.get("args")
-    has_our_name = args is not None and args.optim in OPTIMIZER_NAMES
-    callbacks = list(arguments.get("callbacks") or [])
-    callback = _low_precision_callback(callbacks, has_our_name)
+    has_our_name = getattr(args, "optim", None) in OPTIMIZER_NAMES
+    callbacks = arguments.get("callbacks") or []
+    callback = _low_precision_callback(callbacks if isinstance(callbacks, list | tuple) else [], has_our_name)
     if callback is None:
         call.proceed()
-        add_lost_updates_warning(trainer)
+        try:
+            add_lost_updates_warning(trainer)
+        except Exception as error:  # another library may build it in another way
+            logger.info("hf_lowprec: this Trainer is not watched for lost updates: %r", error)
         return
 
     optim_args = OptimArgs()
@@ -69,13 +73,21 @@ def build(call: TrainerCall) -> None:
     attach(trainer, callback)
     cast = functools.partial(callback.cast, outputs_next_to_loss=_needs_outputs(trainer))
     if arguments.get("model") is not None:
-        cast(arguments["model"])
+        check_quantized_weights_are_frozen(arguments["model"])
     if arguments.get("model_init") is not None:
         arguments["model_init"] = _casting(arguments["model_init"], cast)
     arguments["callbacks"] = [*(other for other in callbacks if not _is_low_precision_callback(other)), callback]
-    with private_apis.allowing_checkpoints(args, arguments.get("model")):
+    moves: list[tuple[Any, ...]] = []
+    with (
+        private_apis.allowing_checkpoints(args, arguments.get("model")),
+        temporarily_wrapped(trainer, private_apis.MOVE_MODEL, lambda *move: moves.append(move)),
+    ):
         call.proceed()
     _check_one_gpu(trainer)
+    if arguments.get("model") is not None:
+        cast(arguments["model"])
+    for move, *moved_to in moves:
+        move(*moved_to)
     private_apis.read_checkpoints_in_float32(trainer)
     if callback.reduction is None:  # a subclass creates its accelerator in another way
         callback.prepare(trainer.accelerator)
@@ -110,13 +122,13 @@ def norm_over_meshes(call: TrainerCall) -> Any:
 def create_optimizer(call: TrainerCall) -> Any:
     """`Trainer.create_optimizer`: first cast what was added to the model since the Trainer was built."""
     _cast_additions(call.trainer, call.arguments.get("model"))
-    sharded = is_sharded_at_load(call.trainer.model) and _builds_ours(call.trainer)
+    sharded = _builds_ours(call.trainer) and is_sharded_at_load(call.trainer.model)
     with private_apis.one_group_for_all_meshes() if sharded else nullcontext():
         return call.proceed()
 
 
 def _builds_ours(trainer: Trainer) -> bool:
-    cls, _ = trainer.optimizer_cls_and_kwargs or (None, None)
+    cls, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, None)
     return trainer.args.optim in OPTIMIZER_NAMES or (isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer))
 
 
@@ -190,7 +202,7 @@ def _is_low_precision_callback(callback: Any) -> bool:
     return isinstance(callback, LowPrecisionCallback) or callback is LowPrecisionCallback
 
 
-def _low_precision_callback(callbacks: list[Any], has_our_name: bool) -> LowPrecisionCallback | None:
+def _low_precision_callback(callbacks: Sequence[Any], has_our_name: bool) -> LowPrecisionCallback | None:
     """The user's `LowPrecisionCallback` or an instance of the class; a new one if `optim` is one of our names."""
     callback = next(filter(_is_low_precision_callback, callbacks), None)
     if callback is None:

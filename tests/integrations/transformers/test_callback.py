@@ -43,9 +43,14 @@ def test_a_callback_added_too_late_says_so(tmp_path):
         trainer.train()
 
 
-def test_one_report_and_the_lost_updates_in_the_log(tmp_path, capsys):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args="rounding=nearest", learning_rate=1e-6)
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_one_report_and_the_lost_updates_in_the_log(tmp_path, capsys, caplog, level):
+    with caplog.at_level(level, "hf_lowprec"):
+        trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args="rounding=nearest", learning_rate=1e-6)
     out = capsys.readouterr().out
+    if level == "INFO":
+        assert "hf_lowprec" not in out
+        out = "\n".join(record.getMessage() for record in caplog.records if "kept in fp32" in record.getMessage())
     assert out.count("hf_lowprec: bfloat16 training of LlamaForCausalLM") == 1
     assert "weights nearest" in out
     lost = [entry["lost_updates"] for entry in trainer.state.log_history if "loss" in entry]
