@@ -1,5 +1,6 @@
 """Ctrl-C and other signals during a step: real signals, in a process of their own."""
 
+import asyncio
 import faulthandler
 import signal
 import threading
@@ -44,6 +45,20 @@ def test_every_signal_is_handled_once_though_handlers_raise(handled):
         assert handled == []
     assert handled == [signal.SIGHUP, signal.SIGALRM]
     assert [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGALRM)] == before
+
+
+def test_a_callback_of_an_event_loop_runs_once():
+    """Python has written the signal to `set_wakeup_fd` when it came, whatever handler it had then."""
+    called = []
+
+    async def step():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, called.append, "called")
+        with deferred():
+            signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(step())
+    assert called == ["called"]
 
 
 def test_an_error_in_the_block_does_not_swallow_a_signal(handled):

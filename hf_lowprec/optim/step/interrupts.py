@@ -7,9 +7,10 @@ from __future__ import annotations
 
 # The module that `signal` wraps: converting handlers to enums, as `signal` does, costs ten times as much.
 import _signal  # type: ignore[import-not-found]
+import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +22,10 @@ set a flag, or belong to faulthandler, and `signal.signal` would remove that one
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Delay signals that Python functions handle until the end of the block.
+    """Delay the Python functions that handle signals until the end of the block.
 
-    Does nothing in threads other than the main one, since handlers do not run there.
+    Each is called once. A signal is not sent again, since Python has told an event loop of it when it came
+    (`signal.set_wakeup_fd`). Does nothing in threads other than the main one, since handlers do not run there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -34,32 +36,32 @@ def deferred() -> Iterator[None]:
         if number not in received:
             received.append(number)
 
-    handlers = [(number, handler) for number in _DEFERRED if callable(handler := _signal.getsignal(number))]
+    handlers = {number: handler for number in _DEFERRED if callable(handler := _signal.getsignal(number))}
     try:
-        for number, _ in handlers:
+        for number in handlers:
             _signal.signal(number, note)
         yield
     finally:
         try:
             _restore(handlers)
         finally:
-            _send(received)
+            _call(handlers, received)
 
 
-def _restore(handlers: Sequence[tuple[int, Callable[..., Any]]]) -> None:
+def _restore(handlers: Mapping[int, Callable[..., Any]]) -> None:
     """Reinstall all handlers, even if one that is already reinstalled raises meanwhile."""
     try:
-        for number, handler in handlers:
+        for number, handler in handlers.items():
             _signal.signal(number, handler)
     except BaseException:  # raised by a handler that was back already
         _restore(handlers)
         raise
 
 
-def _send(numbers: Sequence[int]) -> None:
-    """Send signals to this thread. Each is handled even if the handler of an earlier one raises."""
+def _call(handlers: Mapping[int, Callable[..., Any]], numbers: Sequence[int]) -> None:
+    """Call the handlers of signals. Each is called even if an earlier one raises."""
     if numbers:
         try:
-            signal.raise_signal(numbers[0])
+            handlers[numbers[0]](numbers[0], inspect.currentframe())
         finally:
-            _send(numbers[1:])
+            _call(handlers, numbers[1:])
