@@ -166,12 +166,17 @@ def _wrap_trainer() -> None:
     wrap_trainer()
 
 
-def _collect_after_reduction() -> None:
+def _collect_after_reduction(collector: Any) -> None:
     from hf_lowprec.integrations.collect_after_reduction import collect_after_reduction
+
+    collect_after_reduction(collector)
+
+
+def _check_first_gradients() -> None:
     from hf_lowprec.optim.gradient_release.collector import GradientCollector
 
-    if collect_after_reduction not in GradientCollector.first_gradient_checks:
-        GradientCollector.first_gradient_checks.append(collect_after_reduction)
+    if _collect_after_reduction not in GradientCollector.first_gradient_checks:
+        GradientCollector.first_gradient_checks.append(_collect_after_reduction)
 
 
 @contextmanager
@@ -210,6 +215,6 @@ def _unless_too_old(add: Callable[[], None]) -> Callable[[], None]:
     return add_or_warn
 
 
-when_imported("hf_lowprec.optim", _collect_after_reduction)
+when_imported("hf_lowprec.optim", _check_first_gradients)
 when_imported("transformers.training_args", _unless_too_old(_add_optimizer_names))
 when_imported("transformers.trainer", _unless_too_old(_wrap_trainer))

@@ -20,6 +20,18 @@ import hf_lowprec
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(new - set(sys.stdlib_module_names) - {"hf_lowprec"})
 """
+STEP_ALONE = """
+import sys, torch, hf_lowprec
+hf_lowprec.AdamW
+print({"triton", "transformers", "accelerate", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys())
+weight = torch.ones(4, 4, requires_grad=True)
+optimizer = hf_lowprec.AdamW([weight])
+weight.sum().backward()
+optimizer.clip_grad_norm_(1.0)
+optimizer.step()
+optimizer.zero_grad()
+print({"transformers", "accelerate", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys())
+"""
 
 
 def run(*words: str) -> str:
@@ -32,6 +44,11 @@ def run(*words: str) -> str:
 
 def test_importing_the_package_imports_the_standard_library_alone():
     assert run("-c", WITHOUT_TORCH) == "set()\n"
+
+
+def test_optimizers_import_nothing_that_takes_longer_than_themselves_nor_does_a_step():
+    """Torch's own optimizers import its compiler, which takes as long as torch."""
+    assert run("-c", STEP_ALONE) == "set()\nset()\n"
 
 
 def test_casting_every_optimizer_and_fp32_sums_need_torch_alone():

@@ -10,7 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from hf_lowprec.optim.gradient_release.collector import GradientCollector, check
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
-from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
+from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
@@ -36,13 +36,6 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _never_compiled(method: _Method) -> _Method:
-    """`torch.compiler.disable`, which has no types: `torch.compile` runs the method as it is."""
-    return cast(_Method, torch.compiler.disable(method))
 
 
 class LowPrecisionOptimizer(Algorithm):
@@ -186,7 +179,7 @@ class LowPrecisionOptimizer(Algorithm):
         self.host_steps = HostSteps()
         self._clipping = GradientClipping()
 
-    @_never_compiled
+    @never_compiled
     @without_grad
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform a single optimization step. Ctrl-C and other signals are handled before or after it, never during it.
@@ -250,7 +243,7 @@ class LowPrecisionOptimizer(Algorithm):
         self.grad_norm = self._clipping.given = norm
         self._clipping.step_taken(norm, self.skip_nonfinite)
 
-    @_never_compiled
+    @never_compiled
     @without_grad
     def step_part(self, params: Iterable[Tensor], earlier: StepPlan | None) -> StepPlan:
         """Step some parameters, which have gradients, after `begin_step_of_parts` or in a backward pass.
@@ -435,7 +428,7 @@ class LowPrecisionOptimizer(Algorithm):
         """Steps that `skip_nonfinite` has skipped, before a resume too. Reading it synchronizes with the device."""
         return self.skipped_before + int(self._clipping.skipped_steps or 0)
 
-    @_never_compiled
+    @never_compiled
     def global_grad_norm(self) -> Tensor:
         """Compute the global norm of the gradients before clipping.
 
@@ -449,7 +442,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         return self._compute_norm(None).norm
 
-    @_never_compiled
+    @never_compiled
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients by their global norm inside the next step, without modifying `p.grad`.
 
@@ -501,17 +494,18 @@ class LowPrecisionOptimizer(Algorithm):
         with without_torch_function():
             return [grad for grad in map(self.gradient_of, params_of(self)) if grad is not None]
 
-    @_never_compiled
+    @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self._clipping.pending = None
         self.finish_host_steps()  # of a step that was not ended
-        super().zero_grad(set_to_none)
+        undecorated(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         if self.release is not None:
             self.release.forget_waiting()
         if self.offloaded_gradients is not None:
             self.offloaded_gradients.end_step() if set_to_none else self.offloaded_gradients.zero()
 
+    @never_compiled
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.
 
@@ -520,7 +514,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         if isinstance(param_group, dict) and param_group.get("params") is None:
             raise ValueError(f"param group {len(self.param_groups)} has no 'params', its parameters")
-        super().add_param_group(param_group)
+        undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             group = self.param_groups[-1]
             group.update({key: arguments.value_of(type(self), key, value) for key, value in group.items()})

@@ -8,6 +8,7 @@ rely on.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
@@ -102,3 +103,29 @@ def without_grad(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
             torch._C._set_grad_enabled(before)
 
     return call
+
+
+def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`torch.compiler.disable` that does not import the compiler, which takes as long as importing torch.
+
+    Nothing is compiled before somebody else imports it.
+    """
+    chosen = function
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        nonlocal chosen
+        if chosen is function and "torch._dynamo" in sys.modules:
+            chosen = torch.compiler.disable(function)
+            torch._dynamo.decorators.skip(call)  # else it is compiled itself
+        return chosen(*args, **kwargs)
+
+    return call
+
+
+def undecorated(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A method of torch's optimizers without its decorator, which is like `never_compiled` but imports the compiler."""
+    return method.__wrapped__ if method.__code__ is _OF_DECORATOR else method  # type: ignore[attr-defined]
+
+
+_OF_DECORATOR = torch._compile._disable_dynamo(len).__code__

@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_lowprec.optim.private_torch_apis import never_compiled
 
 _owners: Any = WeakIdKeyDictionary()
 """Parameter → a weak reference to the `GradientHooks` that it has a hook of."""
@@ -76,7 +77,7 @@ def owner_of(param: Tensor) -> GradientHooks | None:
     return owner if owner is not None and id(param) in owner._hooks else None
 
 
-@torch.compiler.disable
+@never_compiled
 def _run_hook(gradient_is_final: Callable[[], Callable[[Tensor], None] | None], param: Tensor) -> None:
     if (living := gradient_is_final()) is not None:
         living(param)
