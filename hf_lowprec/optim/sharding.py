@@ -8,7 +8,7 @@ parameters (`FlatPart`). Every function also accepts plain tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,6 +66,7 @@ class FlatPart(NamedTuple):
 
 
 _FLAT_PART = "_flat_part"
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def set_flat_part(tensor: Tensor, part: FlatPart) -> None:
@@ -100,7 +101,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
     Waits for communication that has yet to write it.
     """
-    return when_written(local_tensors([tensor])[0])
+    return tensor if type(tensor) in _PLAIN else when_written(local_tensors([tensor])[0])
 
 
 def when_written(shard: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ def place_gradients(params: Sequence[Tensor]) -> None:
     Tensor parallelism leaves some gradients replicated (of an embedding that is sharded by rows), and others as parts
     of a sum (of a norm that every rank applies to some of the tokens).
     """
-    for param in params if not {*map(type, params)} <= {Tensor, torch.nn.Parameter} else ():
+    for param in params if not {*map(type, params)} <= _PLAIN else ():
         grad: Any = param.grad
         if is_sharded(param) and is_sharded(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
             with torch.no_grad():
@@ -271,34 +272,18 @@ def checkpointable(tensor: Any) -> Any:
     return dtensor_of_blocks(blocks, offsets, tensor)
 
 
-def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The indices in the full tensor of this rank's elements, in the shard's order, `chunk` at a time.
-
-    They are int32 if the tensor has fewer than 2³¹ elements, else int64.
-    """
-    dtype = torch.int32 if math.prod(full_shape(tensor)) < 1 << 31 else torch.int64
-    device, count = local_shard(tensor).device, local_shard(tensor).numel()
-    in_full_tensor = _places_in_full_tensor(tensor, dtype, device)
-    for first in range(0, count, chunk):
-        yield in_full_tensor(torch.arange(first, min(first + chunk, count), dtype=dtype, device=device))
-
-
 def global_places(tensor: Tensor, places: Tensor) -> Tensor:
     """The indices in the full tensor of the elements at `places`, int64, of this rank's flattened part of `tensor`.
 
     Places behind its end, as padding has, get indices without meaning. May return `places` itself.
     """
-    return _places_in_full_tensor(tensor, torch.int64, places.device)(places)
-
-
-def _places_in_full_tensor(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     runs = list(contiguous_runs(tensor))
     shifts = [run.global_start - run.local_start for run in runs] or [0]
     if len(runs) < 2:
-        return lambda places: places + shifts[0] if shifts[0] else places
-    ends = torch.tensor([run.local_start + run.length for run in runs], dtype=dtype, device=device)
-    of_runs = torch.tensor(shifts, dtype=dtype, device=device)
-    return lambda places: places + of_runs[torch.searchsorted(ends, places, right=True).clamp(max=len(runs) - 1)]
+        return places + shifts[0] if shifts[0] else places
+    ends = torch.tensor([run.local_start + run.length for run in runs], dtype=torch.int64, device=places.device)
+    of_runs = torch.tensor(shifts, dtype=torch.int64, device=places.device)
+    return places + of_runs[torch.searchsorted(ends, places, right=True).clamp(max=len(runs) - 1)]
 
 
 def _is_shard(placement: Any) -> bool:

@@ -300,7 +300,8 @@ def check_memory(group: ParamGroup, position: int, index: int, what: str, tensor
         what: the tensor's name in messages.
         tensor: the parameter, its gradient or one of its states.
     """
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    layout = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in layout) if layout else tensor.numel() - 1
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
     available = tensor.untyped_storage().nbytes()
     if available < needed:

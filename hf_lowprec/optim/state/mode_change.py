@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
-from hf_lowprec.optim.sharding import local_shard
+from hf_lowprec.optim.sharding import global_places, local_shard
 from hf_lowprec.optim.state.low_bits import change_weights, store_sums
 from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.low_bits import fp32_value
@@ -47,10 +48,11 @@ def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, numbe
     former = max(formers, key=lambda name: bool(local_shard(state[name]).any()))
     held = local_shard(state[former]).contiguous().view(-1)
 
-    def rounded(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+    def rounded(weight: Tensor, part: slice) -> Tensor:
         exact = fp32_value(weight, held[part].to(weight.device))
         if not mode.random:
             return round_nearest(exact, weight.dtype).to(weight.dtype)
+        index = global_places(param, torch.arange(part.start, part.stop, device=weight.device))
         bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
         return round_stochastic(exact, bits).to(weight.dtype)
 

@@ -287,7 +287,7 @@ def _initialized_state(
     optimizer_state: dict[str, Any] = optimizer.state[param]
     missing: dict[str, Any] = {}
     if "step" not in optimizer_state:
-        missing["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
+        missing["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
     for k, tensor in enumerate(states):
         state, key = tensor.state, tensor.key
         if key not in optimizer_state:
