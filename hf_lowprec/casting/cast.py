@@ -30,6 +30,8 @@ def cast_model(
     - norms, by class or by name;
     - rotary embeddings, Fourier features, and other modules with a buffer named `inv_freq`;
     - loss modules, by name, if they have no parameters or only scalar ones (a temperature);
+    - biases that choose experts, such as `e_score_correction_bias`, as single tensors;
+    - layers that compute a function of a matrix which torch lacks in 16 bits, such as orthogonal parametrizations;
     - the modules listed in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
     - a few transformers classes whose code computes in FP32;
     - modules whose quantized weights act as FP32 tensors;

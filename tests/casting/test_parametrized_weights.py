@@ -1,4 +1,4 @@
-"""Modules with parametrized weights: weight norm and spectral norm."""
+"""Modules with parametrized weights: weight norm and spectral norm; orthogonal weights, which stay in FP32."""
 
 import copy
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from hf_lowprec.casting import cast_model
@@ -44,3 +44,43 @@ def test_parametrization_kept_in_float32() -> None:
     assert all(value.dtype == FP32 for name, value in bits(model).items() if name.startswith("0."))
     assert torch.equal(bits(model)["0.parametrizations.weight.original1"], exact["0.parametrizations.weight.original1"])
     assert model(torch.randn(2, 6)).dtype == BF16
+
+
+class MatrixFunction(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.matrix_exp(self.weight).T
+
+
+class WithOthers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x @ self.matrix)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (lambda: parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp"), "1"),
+        (lambda: parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="cayley"), "1"),
+        (lambda: parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="householder"), "1"),
+        (lambda: MatrixFunction(8, 8, bias=False), "1"),
+        (lambda: parametrizations.orthogonal(WithOthers(), "matrix"), "1.parametrizations.matrix"),
+    ],
+)
+def test_functions_of_matrices_in_float32(make: Callable[[], nn.Module], kept: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), make(), nn.Linear(8, 8))
+    exact, x = copy.deepcopy(model), torch.randn(2, 8)
+    report = cast_model(model)
+    assert report.kept.keys() == {kept} and "which torch does not in 16 bits" in report.kept[kept]
+    out, expected = model(x), exact(x)
+    assert out.dtype == BF16 and (out - expected).abs().max() <= 4 * UNIT * expected.abs().max()
+    out.float().square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() <= 8 * UNIT * theirs.grad.norm()

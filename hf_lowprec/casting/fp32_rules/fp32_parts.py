@@ -8,7 +8,7 @@ from typing import Literal
 
 from hf_lowprec.casting.module_tree import ModuleTree
 
-Rule = Literal["quantized", "listed class", "norm", "rotary", "loss", "model class", "keep_fp32", "tied"]
+Rule = Literal["quantized", "class", "norm", "rotary", "loss", "router", "matrix", "model class", "keep_fp32", "tied"]
 
 
 @dataclass(frozen=True)

@@ -51,5 +51,5 @@ def listed_classes(tree: ModuleTree) -> Fp32Parts:
     names = {name: type(module).__name__ for name, module in tree.modules.items()}
     listed = {name: class_name for name, class_name in names.items() if class_name in CLASSES_COMPUTING_IN_FP32}
     return Fp32Parts(
-        {n: Reason("listed class", f"{c}: {CLASSES_COMPUTING_IN_FP32[c]}") for n, c in listed.items()},
+        {n: Reason("class", f"{c}: {CLASSES_COMPUTING_IN_FP32[c]}") for n, c in listed.items()},
     )

@@ -19,6 +19,7 @@ from tests.support.broken_layers import Batch, broken_layers
 from tests.support.models.inspection import BF16, FP32, bits
 
 UNIT = 2.0**-8  # BF16 has 8 significant bits: rounding to nearest errs by at most this much of the value
+BIASES_OF_EXPERTS = {"e_score_correction_bias", "expert_bias", "balancing_biases"}
 TRAINS, FAILS, NO_REFERENCE = "trains", "fails", "no reference"
 
 
@@ -245,6 +246,7 @@ def dtype_faults(before: dict[str, Tensor], model: nn.Module, kept: tuple[str, .
         frequencies = rotary or "Fourier" in type(module).__name__ or any("inv_freq" in leaf for leaf in names)
         if is_norm(module) or frequencies or loss:
             wide |= {f"{name}.{leaf}".lstrip(".") for leaf in names}
+        wide |= {f"{name}.{leaf}".lstrip(".") for leaf in names & BIASES_OF_EXPERTS}
         if type(module).__name__ in CLASSES_COMPUTING_IN_FP32:
             wide |= {f"{name}.{leaf}".lstrip(".") for leaf, _ in (*module.named_parameters(), *module.named_buffers())}
     search = kept_by_the_model(model)

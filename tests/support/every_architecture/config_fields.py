@@ -126,7 +126,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mamba2": MAMBA,  # heads times their width is twice the model's width
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "reformer": {"axial_pos_shape": [3, 4], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
     "xmod": {"default_language": "en_XX"},
     "blt": {"encoder_hash_byte_group_vocab": 64},
