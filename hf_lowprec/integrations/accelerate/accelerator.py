@@ -1,6 +1,6 @@
 """`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, under DDP, FSDP2 and HSDP.
 
-It wraps methods of that one accelerator. Other accelerators and the class itself are not changed.
+It gives that one accelerator a class and a state of its own. Other accelerators and their class are not changed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,8 @@ from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.replicated_parameters import PartialGradients, average_gradients
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
-from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
+from hf_lowprec.wrapped_method import temporarily_wrapped
 
-_REDUCTION = "_hf_lowprec"
-"""The accelerator's attribute that holds what `prepare_accelerator` returned for it."""
 AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the model itself is BF16"
 
 _PARTITIONED = {
@@ -114,8 +113,8 @@ def prepare_accelerator(
         "grad_accumulation": check_grad_accumulation(grad_accumulation),
         "reduction": check_reduction(reduction),
     }
-    earlier: ReductionStatus | None = getattr(accelerator, _REDUCTION, None)
-    if earlier is not None:
+    if isinstance(accelerator, _Prepared):
+        earlier = accelerator._hf_lowprec.reduction
         for name, value in requested.items():
             if getattr(earlier, name) != value:
                 raise ValueError(f"the accelerator was already prepared with {name}={getattr(earlier, name)!r}")
@@ -132,36 +131,18 @@ def prepare_accelerator(
             f"context parallelism over {accelerator.parallelism_config.cp_size} ranks: gradients are summed over them "
             "as well; torch's attention for it needs GPUs, on which this package has not been tested"
         )
+    private_apis.separate_state(accelerator)
     if private_apis.switch_autocast_off(accelerator):
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
     _warn_of_separate_processes(accelerator, status)
-    setattr(accelerator, _REDUCTION, status)
+    accelerator._hf_lowprec = Preparation(status, FirstStepComparison(accelerator))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _configure_deepspeed(accelerator, status)
-        wrap_method(accelerator, "prepare", functools.partial(_prepare_deepspeed, status))
+        accelerator.__class__ = _prepared_class(type(accelerator), _UnderDeepSpeed, _Prepared)
         return status
-    prepared_models = PreparedModels()
-    comparison = FirstStepComparison(accelerator)
+    accelerator.__class__ = _prepared_class(type(accelerator), _BeforeOverrides, _BehindOverrides)
     for optimizer in private_apis.prepared_optimizers(accelerator):
-        comparison.watch(optimizer, models)
-    wrappers: dict[str, Callable] = {
-        # FP32 sums under FSDP2, which shards the model there.
-        "prepare": functools.partial(_prepare, status, prepared_models),
-        # FP32 sums under DDP, which wraps the model there.
-        "prepare_model": functools.partial(_prepare_model, status, prepared_models),
-        # Compares the ranks before the first step.
-        "prepare_optimizer": functools.partial(_prepare_optimizer, status, comparison),
-        # FP32 sums over micro-batches.
-        "backward": functools.partial(_backward, status),
-        # DDP over one process need not synchronize micro-batches.
-        "no_sync": _no_sync,
-        # Our optimizers clip inside their step.
-        "clip_grad_norm_": functools.partial(_clip_grad_norm_, comparison),
-        # Adds what exporting needs.
-        "save_state": _save_state,
-    }
-    for name, wrapper in wrappers.items():
-        wrap_method(accelerator, name, wrapper)
+        accelerator._hf_lowprec.comparison.watch(optimizer, models)
     return status
 
 
@@ -172,25 +153,6 @@ def _configure_deepspeed(accelerator: Accelerator, reduction: ReductionStatus) -
         reduction.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
     if reduction.grad_accumulation == "fp32":
         config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
-
-
-def _prepare_deepspeed(reduction: ReductionStatus, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
-    import deepspeed
-
-    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
-
-    def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
-            return original(*args, **kwargs)
-        engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
-        name = f"ZeRO {engine.zero_optimization_stage()}"
-        reduction.models.append(ReducedModel(name, engine.dp_world_size, ScratchBuffers()))
-        reduction.notes.append(f"{name}: {_PARTITIONED[engine.zero_optimization_stage()]} on each rank")
-        return engine, *others
-
-    with temporarily_wrapped(deepspeed, "initialize", initialize):
-        return original(*args, **kwargs)
 
 
 def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:
@@ -242,106 +204,6 @@ class PreparedModels(weakref.WeakSet):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
-
-
-def _prepare(
-    reduction: ReductionStatus,
-    prepared_models: PreparedModels,
-    original: Callable,
-    accelerator: Accelerator,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`Accelerator.prepare`, which is where FSDP2 shards a model.
-
-    Raises:
-        ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
-        RuntimeError: the ranks' models or settings differ.
-    """
-    model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
-    if model is not None:
-        check_sharded_at_load(accelerator, model)
-    if not accelerator.is_fsdp2 or model is None or model in prepared_models:
-        return original(accelerator, *args, **kwargs)
-    _return_float32_if_cast(model)
-    _compare_models(accelerator, reduction, model)
-    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights yet
-        _warn_of_different_weights(accelerator, model)
-    low_precision = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
-    replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
-    if replicated or torch.float16 in low_precision or reduction.grad_accumulation == "fp32":
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are reduced, and added up, in FP32
-        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-
-    in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
-
-    def shard_fp32_modules(options: dict[str, Any]) -> set[nn.Module]:
-        shard_together(in_fp32.values(), **options)
-        return {child for module in in_fp32.values() for child in module.modules()}
-
-    low_bits = take_low_bits(model)
-    is_sharded = private_apis.is_sharded_model(model)
-    grouping = nullcontext() if is_sharded else private_apis.before_fully_shard(shard_fp32_modules)
-    with returned_on_error(model, low_bits), grouping:
-        prepared = original(accelerator, *args, **kwargs)
-    reduction.fp32_modules.extend(in_fp32)
-    for optimizer in private_apis.prepared_optimizers(accelerator):
-        if collector := collector_of(optimizer):
-            collector.watch_parameters()  # accelerate has given it the shards
-    sharded = private_apis.prepared_models(accelerator)[-1]
-    give_low_bits(sharded, low_bits, accelerator.device)
-    scratch = reduce_scatter_in_fp32(sharded, reduction.reduction)
-    _forbid_later_cast(model)
-    prepared_models.add(model)
-    reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
-    return prepared
-
-
-def _prepare_model(
-    reduction: ReductionStatus,
-    prepared_models: PreparedModels,
-    original: Callable,
-    accelerator: Accelerator,
-    model: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`Accelerator.prepare_model`, which is where DDP wraps a model.
-
-    Raises:
-        RuntimeError: the ranks' models or settings differ.
-    """
-    if model in prepared_models:
-        return original(accelerator, model, *args, **kwargs)
-    _return_float32_if_cast(model)
-    if private_apis.is_sharded_at_load(model):
-        _reduce_sharded_at_load(accelerator, reduction, model)
-        # It is neither wrapped nor sharded again.
-        prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
-        prepared_models.update((model, prepared))
-        return prepared
-    if is_evaluation(*args, **kwargs):
-        with private_apis.prepared_again_later(model):
-            return original(accelerator, model, *args, **kwargs)
-    _compare_models(accelerator, reduction, model)
-    accumulator = None
-    if reduction.grad_accumulation != "nearest":
-        accumulator = GradientAccumulator(model)
-        reduction.accumulators.append(accumulator)
-    wrapped = {id(module) for module in model.modules()}
-    low_bits = take_low_bits(model) if accelerator.num_processes > 1 else {}
-    with returned_on_error(model, low_bits):
-        prepared = original(accelerator, model, *args, **kwargs)
-    if accelerator.num_processes > 1:
-        give_low_bits(prepared, low_bits, accelerator.device)
-    for module in prepared.modules():
-        if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
-            averager = reduce_in_fp32(module)
-            averager.on_last_bucket = None if accumulator is None else accumulator.restart
-            reduction.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
-    _forbid_later_cast(model)
-    prepared_models.update((model, prepared))
-    return prepared
 
 
 def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
@@ -424,57 +286,10 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
         )
 
 
-def _prepare_optimizer(
-    reduction: ReductionStatus,
-    comparison: FirstStepComparison,
-    original: Callable,
-    accelerator: Accelerator,
-    optimizer: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
-
-    Raises:
-        ValueError: the optimizer takes gradients that the accelerator would accumulate.
-    """
-    collector = collector_of(unwrap_optimizer(optimizer))
-    if collector and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(accelerator))):
-        raise ValueError(
-            f"{collector.argument} takes gradients in every backward pass, before those of a model sharded at load "
-            "(DistributedConfig) are complete; remove it"
-        )
-    steps = accelerator.gradient_accumulation_steps
-    if collector and not collector.accumulates and steps > 1:
-        raise ValueError(
-            f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
-            "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
-        )
-    if collector and reduction.grad_accumulation != "nearest":
-        raise ValueError(
-            f"grad_accumulation={reduction.grad_accumulation!r} adds to gradients in param.grad, which "
-            f"{collector.argument} frees in every backward pass; remove one of the two"
-        )
-    if reduction.grad_accumulation != "nearest":
-        unwrap_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_accumulated, reduction))
-    prepared = original(accelerator, optimizer, *args, **kwargs)
-    comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(accelerator))
-    return prepared
-
-
 def _return_float32_if_cast(model: nn.Module) -> None:
     """Make a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
     if cast_dtypes(model):
         return_float32(model)
-
-
-def _save_state(original: Callable, accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.save_state`: describe the saved state in its folder, whose name a hook gets."""
-    hook = accelerator.register_save_state_pre_hook(functools.partial(_describe_saved_state, accelerator))
-    try:
-        return original(accelerator, *args, **kwargs)
-    finally:
-        hook.remove()
 
 
 def _describe_saved_state(accelerator: Accelerator, models: list[nn.Module], weights: Any, folder: str) -> None:
@@ -490,14 +305,6 @@ def _forbid_later_cast(model: nn.Module) -> None:
         PREPARED_UNCAST.add(model)
 
 
-def _backward(reduction: ReductionStatus, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.backward`: accumulate the gradients of all parameters that are trainable by now."""
-    with ExitStack() as stack:
-        for accumulator in reduction.accumulators:
-            stack.enter_context(accumulator.active())
-        return original(*args, **kwargs)
-
-
 def _check_accumulated(reduction: ReductionStatus, *_: Any) -> None:
     """A step pre-hook.
 
@@ -511,46 +318,240 @@ def _check_accumulated(reduction: ReductionStatus, *_: Any) -> None:
         )
 
 
-def _no_sync(original: Callable, accelerator: Accelerator, model: nn.Module) -> Any:
-    """`Accelerator.no_sync`; with a single process, accelerate's own makes DDP synchronize every micro-batch."""
-    if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    return original(accelerator, model)
+@dataclass
+class Preparation:
+    """What `prepare_accelerator` keeps on an accelerator."""
+
+    reduction: ReductionStatus
+    comparison: FirstStepComparison
+    models: PreparedModels = field(default_factory=PreparedModels)
 
 
-def _clip_grad_norm_(
-    comparison: FirstStepComparison,
-    original: Callable,
-    accelerator: Accelerator,
-    parameters: Any,
-    max_norm: float,
-    norm_type: float = 2,
-) -> Any:
-    """`Accelerator.clip_grad_norm_`: clip all parameters of one of our optimizers inside its next step.
+class _Prepared(Accelerator):
+    """A prepared accelerator. It has a class of its own, so no other accelerator changes; see `_prepared_class`."""
 
-    Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
-    micro-batch.
+    _hf_lowprec: Preparation
 
-    Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
-    `max_grad_norm=0`; Trainer then logs none.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, type(self)._made_from, vars(self)
+
+
+def _unpickled(*bases: type) -> Any:
+    return object.__new__(_prepared_class(*bases))
+
+
+def _prepared_class(cls: type, before: type, behind: type) -> Any:
+    """A class of accelerators that calls the methods of `before` first.
+
+    It calls those of `behind` in place of accelerate's own, also where a method of a user's class `cls` calls
+    `super()`.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    ids = set(map(id, parameters))
-    ids_with_grad = {id(param) for param in parameters if param.grad is not None}
-    for optimizer in private_apis.prepared_optimizers(accelerator):
-        stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        if (collector := collector_of(optimizer)) and not ids.isdisjoint(map(id, stepped)):
-            if collector.accumulates and not accelerator.sync_gradients:
-                raise RuntimeError(
-                    f"clip_grad_norm_ before the last micro-batch: {collector.argument} clips in the step; call it "
-                    "only if accelerator.sync_gradients"
-                )
-            comparison.compare(optimizer, max_norm)
-            is_unknown = gradient_release_of(optimizer) and max_norm == math.inf and optimizer.clip == "exact"
-            return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
-        if ids_with_grad == {id(param) for param in stepped if param.grad is not None}:
-            comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
-            # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
-            if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
-                return optimizer.clip_grad_norm_(max_norm)
-    return original(accelerator, parameters, max_norm, norm_type)
+    bases = (before, behind) if cls is Accelerator else (before, cls, behind)
+    return type(cls)(cls.__name__, bases, {"__module__": cls.__module__, "_made_from": (cls, before, behind)})
+
+
+class _BeforeOverrides(Accelerator):
+    """Methods that call those of a user's class, and change what they get or return."""
+
+    @functools.wraps(Accelerator.prepare)
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare`, which is where FSDP2 shards a model.
+
+        Raises:
+            ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
+            RuntimeError: the ranks' models or settings differ.
+        """
+        preparation, reduction = self._hf_lowprec, self._hf_lowprec.reduction
+        model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+        if model is not None:
+            check_sharded_at_load(self, model)
+        if not self.is_fsdp2 or model is None or model in preparation.models:
+            return super().prepare(*args, **kwargs)
+        _return_float32_if_cast(model)
+        _compare_models(self, reduction, model)
+        if not self.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights yet
+            _warn_of_different_weights(self, model)
+        low_precision = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
+        replicated = bool(self.parallelism_config and self.parallelism_config.dp_replicate_enabled)
+        if replicated or torch.float16 in low_precision or reduction.grad_accumulation == "fp32":
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are reduced, and added up, in FP32
+            self.state.fsdp_plugin.mixed_precision_policy = policy
+
+        in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
+
+        def shard_fp32_modules(options: dict[str, Any]) -> set[nn.Module]:
+            shard_together(in_fp32.values(), **options)
+            return {child for module in in_fp32.values() for child in module.modules()}
+
+        low_bits = take_low_bits(model)
+        is_sharded = private_apis.is_sharded_model(model)
+        grouping = nullcontext() if is_sharded else private_apis.before_fully_shard(shard_fp32_modules)
+        with returned_on_error(model, low_bits), grouping:
+            prepared = super().prepare(*args, **kwargs)
+        reduction.fp32_modules.extend(in_fp32)
+        for optimizer in private_apis.prepared_optimizers(self):
+            if collector := collector_of(optimizer):
+                collector.watch_parameters()  # accelerate has given it the shards
+        sharded = private_apis.prepared_models(self)[-1]
+        give_low_bits(sharded, low_bits, self.device)
+        scratch = reduce_scatter_in_fp32(sharded, reduction.reduction)
+        _forbid_later_cast(model)
+        preparation.models.add(model)
+        reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", self.num_processes, scratch))
+        return prepared
+
+    @functools.wraps(Accelerator.prepare_model)
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`, which is where DDP wraps a model.
+
+        Raises:
+            RuntimeError: the ranks' models or settings differ.
+        """
+        preparation, reduction = self._hf_lowprec, self._hf_lowprec.reduction
+        if model in preparation.models:
+            return super().prepare_model(model, *args, **kwargs)
+        _return_float32_if_cast(model)
+        if private_apis.is_sharded_at_load(model):
+            _reduce_sharded_at_load(self, reduction, model)
+            # It is neither wrapped nor sharded again.
+            prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            preparation.models.update((model, prepared))
+            return prepared
+        if is_evaluation(*args, **kwargs):
+            with private_apis.prepared_again_later(model):
+                return super().prepare_model(model, *args, **kwargs)
+        _compare_models(self, reduction, model)
+        accumulator = None
+        if reduction.grad_accumulation != "nearest":
+            accumulator = GradientAccumulator(model)
+            reduction.accumulators.append(accumulator)
+        wrapped = {id(module) for module in model.modules()}
+        low_bits = take_low_bits(model) if self.num_processes > 1 else {}
+        with returned_on_error(model, low_bits):
+            prepared = super().prepare_model(model, *args, **kwargs)
+        if self.num_processes > 1:
+            give_low_bits(prepared, low_bits, self.device)
+        for module in prepared.modules():
+            if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
+                averager = reduce_in_fp32(module)
+                averager.on_last_bucket = None if accumulator is None else accumulator.restart
+                reduction.models.append(ReducedModel("DDP", self.num_processes, averager.scratch))
+        _forbid_later_cast(model)
+        preparation.models.update((model, prepared))
+        return prepared
+
+    @functools.wraps(Accelerator.prepare_optimizer)
+    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
+
+        Raises:
+            ValueError: the optimizer takes gradients that the accelerator would accumulate.
+        """
+        preparation, reduction = self._hf_lowprec, self._hf_lowprec.reduction
+        collector = collector_of(unwrap_optimizer(optimizer))
+        if collector and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(self))):
+            raise ValueError(
+                f"{collector.argument} takes gradients in every backward pass, before those of a model sharded at load "
+                "(DistributedConfig) are complete; remove it"
+            )
+        steps = self.gradient_accumulation_steps
+        if collector and not collector.accumulates and steps > 1:
+            raise ValueError(
+                "gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps="
+                f"{steps}) cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
+            )
+        if collector and reduction.grad_accumulation != "nearest":
+            raise ValueError(
+                f"grad_accumulation={reduction.grad_accumulation!r} adds to gradients in param.grad, which "
+                f"{collector.argument} frees in every backward pass; remove one of the two"
+            )
+        if reduction.grad_accumulation != "nearest":
+            unwrap_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_accumulated, reduction))
+        prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
+        preparation.comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(self))
+        return prepared
+
+    @functools.wraps(Accelerator.backward)
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.backward`: accumulate the gradients of all parameters that are trainable by now."""
+        with ExitStack() as stack:
+            for accumulator in self._hf_lowprec.reduction.accumulators:
+                stack.enter_context(accumulator.active())
+            return super().backward(*args, **kwargs)
+
+    @functools.wraps(Accelerator.save_state)
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.save_state`: describe the saved state in its folder, whose name a hook gets."""
+        hook = self.register_save_state_pre_hook(functools.partial(_describe_saved_state, self))
+        try:
+            return super().save_state(*args, **kwargs)
+        finally:
+            hook.remove()
+
+
+class _BehindOverrides(_Prepared):
+    """Methods in place of accelerate's own."""
+
+    @functools.wraps(Accelerator.no_sync)
+    def no_sync(self, model: nn.Module) -> Any:
+        """`Accelerator.no_sync`; with a single process, accelerate's own makes DDP synchronize every micro-batch."""
+        if self.num_processes == 1 and isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return super().no_sync(model)
+
+    @functools.wraps(Accelerator.clip_grad_norm_)
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """`Accelerator.clip_grad_norm_`: clip all parameters of one of our optimizers inside its next step.
+
+        Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
+        micro-batch.
+
+        Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
+        `max_grad_norm=0`; Trainer then logs none.
+        """
+        comparison = self._hf_lowprec.comparison
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = set(map(id, parameters))
+        ids_with_grad = {id(param) for param in parameters if param.grad is not None}
+        for optimizer in private_apis.prepared_optimizers(self):
+            stepped = [param for group in optimizer.param_groups for param in group["params"]]
+            if (collector := collector_of(optimizer)) and not ids.isdisjoint(map(id, stepped)):
+                if collector.accumulates and not self.sync_gradients:
+                    raise RuntimeError(
+                        f"clip_grad_norm_ before the last micro-batch: {collector.argument} clips in the step; call it "
+                        "only if accelerator.sync_gradients"
+                    )
+                comparison.compare(optimizer, max_norm)
+                is_unknown = gradient_release_of(optimizer) and max_norm == math.inf and optimizer.clip == "exact"
+                return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
+            if ids_with_grad == {id(param) for param in stepped if param.grad is not None}:
+                comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as this is
+                # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
+                if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and self.sync_gradients:
+                    return optimizer.clip_grad_norm_(max_norm)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+class _UnderDeepSpeed(Accelerator):
+    """DeepSpeed sums gradients and clips."""
+
+    @functools.wraps(Accelerator.prepare)
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
+        import deepspeed
+
+        from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+
+        reduction = self._hf_lowprec.reduction
+
+        def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
+                return original(*args, **kwargs)
+            engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
+            name = f"ZeRO {engine.zero_optimization_stage()}"
+            reduction.models.append(ReducedModel(name, engine.dp_world_size, ScratchBuffers()))
+            reduction.notes.append(f"{name}: {_PARTITIONED[engine.zero_optimization_stage()]} on each rank")
+            return engine, *others
+
+        with temporarily_wrapped(deepspeed, "initialize", initialize):
+            return super().prepare(*args, **kwargs)

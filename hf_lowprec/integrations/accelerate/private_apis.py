@@ -5,6 +5,7 @@ Each has a test in `tests/integrations/test_private_apis.py` that fails when a n
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,13 @@ def partial_gradients(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Callab
             captured = inspect.getclosurevars(forward).nonlocals
             mesh = inspect.getclosurevars(captured["_all_reduce_grad"]).nonlocals["mesh"]
             yield module, mesh.get_group(), captured["original_forward"]
+
+
+def separate_state(accelerator: Any) -> None:
+    """Give `accelerator` a state that can be changed. By default, all accelerators of a process have the same one."""
+    accelerator.state = copy.copy(accelerator.state)
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        accelerator.state.fsdp_plugin = copy.copy(accelerator.state.fsdp_plugin)
 
 
 def switch_autocast_off(accelerator: Any) -> bool:

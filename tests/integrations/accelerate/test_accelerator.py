@@ -41,8 +41,18 @@ def fresh_state():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def accelerator(kind: DistributedType = DistributedType.NO, **settings) -> Accelerator:
-    built = Accelerator(cpu=True, **settings)
+class CountingClips(Accelerator):
+    """An accelerator of a user."""
+
+    clips = 0
+
+    def clip_grad_norm_(self, *args, **kwargs):
+        self.clips += 1
+        return super().clip_grad_norm_(*args, **kwargs)
+
+
+def accelerator(kind: DistributedType = DistributedType.NO, cls: type = Accelerator, **settings) -> Accelerator:
+    built = cls(cpu=True, **settings)
     built.state.distributed_type = kind
     return built
 
@@ -231,9 +241,9 @@ def test_a_cast_that_is_repeated_after_prepare_and_one_of_a_model_that_was_only_
 def test_preparing_twice_changes_nothing():
     built = accelerator()
     first = hf_lowprec.prepare_accelerator(built)
-    methods = (built.prepare, built.prepare_model, built.clip_grad_norm_)
+    kind = type(built)
     assert hf_lowprec.prepare_accelerator(built) is first
-    assert methods == (built.prepare, built.prepare_model, built.clip_grad_norm_)
+    assert type(built) is kind
     with pytest.raises(ValueError, match="was already prepared with grad_accumulation='nearest'"):
         hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
     with pytest.raises(ValueError, match="was already prepared with reduction='rank_order'"):
@@ -269,6 +279,21 @@ def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
 
     built.prepare(Look(2, 2))(torch.ones(1, 2))
     assert seen == [False]
+
+
+def test_other_accelerators_and_their_class_are_left_alone():
+    """Though accelerate gives all accelerators one state."""
+    methods, others = dict(vars(Accelerator)), [accelerator(DistributedType.FSDP, mixed_precision="bf16")]
+    others[0].state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=POLICY)
+    ours = accelerator(DistributedType.FSDP)
+    hf_lowprec.prepare_accelerator(ours)
+    assert (ours.mixed_precision, ours.state.fsdp_plugin.mixed_precision_policy) == ("no", None)
+    others.append(accelerator(DistributedType.FSDP, mixed_precision="bf16"))
+    assert dict(vars(Accelerator)) == methods
+    for other in others:
+        assert type(other) is Accelerator
+        assert (other.mixed_precision, other.state.fsdp_plugin.mixed_precision_policy) == ("bf16", POLICY)
+        assert other.native_amp
 
 
 @pytest.mark.parametrize(
@@ -336,7 +361,7 @@ def test_micro_batches_that_were_not_accumulated_as_asked_for_are_an_error():
 
 
 def clipped(parameters_of, max_norm: float):
-    built = accelerator()
+    built = accelerator(cls=CountingClips)
     hf_lowprec.prepare_accelerator(built)
     model = torch.nn.Linear(64, 64).bfloat16()
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
@@ -344,6 +369,7 @@ def clipped(parameters_of, max_norm: float):
     model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
     before = [param.grad.clone() for param in model.parameters()]
     norm = built.clip_grad_norm_(parameters_of(model), max_norm)
+    assert built.clips == 1
     return model, optimizer.optimizer, before, float(norm)
 
 
@@ -387,7 +413,7 @@ def with_a_model(built: Accelerator) -> Accelerator:
 @pytest.mark.parametrize("also", [False, True])
 def test_what_was_prepared_is_in_force_after_unpickling(also):
     """On the copy's own models, and not on those of the accelerator that it is a copy of."""
-    built = with_a_model(lowprec()) if also else lowprec()
+    built = with_a_model(lowprec(cls=CountingClips)) if also else lowprec()
     found = pickle.loads(pickle.dumps(built))
     if not also:
         with_a_model(found)
@@ -408,6 +434,7 @@ def test_what_was_prepared_is_in_force_after_unpickling(also):
     assert torch.equal(model.weight.grad, total.bfloat16())
     assert float(found.clip_grad_norm_(model.parameters(), 0.5)) > 0.5
     assert optimizer.limit == 0.5
+    assert getattr(found, "clips", 0) == also
     assert found.prepare_model(model) is model
     assert len(reduction.accumulators) == 1  # the copy knows what it has prepared
     assert inspect.signature(found.prepare_model) == inspect.signature(stock().prepare_model)
