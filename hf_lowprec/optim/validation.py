@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import torch
@@ -121,7 +121,7 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
             _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
     states = optimizer.states(group)
-    _check_state_dtype(group["state_dtype"], [state.name for state in states if state.dtype is None], where)
+    _check_state_dtype(group["state_dtype"], optimizer, group, where)
     _check_8_bits(group, states, where)
 
 
@@ -148,14 +148,17 @@ def _check_length(name: str, value: Any, default: tuple[float, ...], where: str)
         raise ValueError(f"{name}={value!r} in {where} is invalid; it must be {len(default)} numbers, as {default}")
 
 
-def _check_state_dtype(value: Any, names: list[str], where: str) -> None:
-    if isinstance(value, Mapping):
+def _check_state_dtype(value: Any, optimizer: Algorithm, group: ParamGroup, where: str) -> None:
+    if isinstance(value, Mapping):  # it may be that of all groups, which may have other states than this one
+        others = (optimizer.defaults | dict.fromkeys(optimizer.flags, flag) for flag in (True, False))
+        states = chain.from_iterable(map(optimizer.states, (group, *others)))
+        names = dict.fromkeys(state.name for state in states if state.dtype is None)
         for name, dtype in value.items():
             if name not in names:
                 raise ValueError(
                     f"state_dtype names the state {name!r} in {where}; this optimizer has {', '.join(names) or 'none'}"
                 )
-            _check_state_dtype(dtype, names, where)
+            _check_state_dtype(dtype, optimizer, group, where)
     elif value is not None and value not in STATE_DTYPES:
         raise ValueError(
             f"state_dtype={value!r} in {where} is not supported; use bfloat16, float32 or int8, or one for each state, "

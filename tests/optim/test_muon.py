@@ -67,14 +67,18 @@ def test_a_stack_is_stepped_as_its_matrices():
 
 
 def test_what_is_no_matrix_gets_adamw():
-    """Bit for bit our own AdamW of the same settings, wherever the parameters stand; random bits go by position."""
+    """Bit for bit our own AdamW of the same settings, wherever the parameters stand; random bits go by position.
+
+    A state that one kind has may be named for both.
+    """
     shapes = [(8, 8), (8,), (16, 8), ()]
     mixed, plain = parameters(shapes, BF16), parameters(shapes, BF16)
-    muon = Muon(mixed, lr=1e-2, betas=(0.9, 0.99), eps=1e-7, weight_decay=0.2, matrices=[mixed[0], mixed[2]])
+    settings = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-7, "weight_decay": 0.2, "state_dtype": {"exp_avg_sq": FP32}}
+    muon = Muon(mixed, matrices=[mixed[0], mixed[2]], **settings)
     assert [group["use_muon"] for group in muon.param_groups] == [True, False]
     assert [id(p) for group in muon.param_groups for p in group["params"]] == [id(mixed[k]) for k in (0, 2, 1, 3)]
     order = [plain[k] for k in (0, 2, 1, 3)]
-    adamw = AdamW(order, lr=1e-2, betas=(0.9, 0.99), eps=1e-7, weight_decay=0.2)
+    adamw = AdamW(order, **settings)
     for step in range(10):
         for k, (mine, other) in enumerate(zip(mixed, plain, strict=True)):
             mine.grad, other.grad = normal(mine.shape, 100 * step + k, BF16), normal(mine.shape, 100 * step + k, BF16)

@@ -138,6 +138,27 @@ def test_zero_gradients_leave_d_as_it_was():
     assert optimizer.param_groups[0]["d"] == 1e-6
 
 
+@pytest.mark.parametrize("options", [{}, {"safeguard_warmup": True, "use_bias_correction": True}], ids=str)
+def test_at_lr_0_a_group_is_not_there_and_a_step_of_all_groups_is_none(options):
+    """As in prodigyopt 1.1.2: neither adds to a sum or a moment, or counts."""
+    (alone, idle), late = parameters(BF16)[:2], parameters(BF16)[0]
+    with_idle = Prodigy([{"params": [alone]}, {"params": [idle], "lr": 0.0}], weight_decay=0.1, **options)
+    delayed = Prodigy([late], weight_decay=0.1, lr=0.0, **options)
+    before = idle.detach().clone()
+    train(delayed, [], 3)
+    delayed.param_groups[0]["lr"] = 1.0
+    for step in range(30):
+        for param, other in ((alone, late), (idle, None)):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step)).bfloat16() + param - 3
+            if other is not None:
+                other.grad = param.grad.clone()
+        with_idle.step()
+        delayed.step()
+    assert with_idle.param_groups[0]["d"] == delayed.param_groups[0]["d"] > 2e-6
+    assert torch.equal(alone, late) and torch.equal(idle, before)
+    assert not any(with_idle.state[idle][name].any() for name in ("exp_avg", "exp_avg_sq", "s"))
+
+
 def test_gradient_release_is_refused():
     with pytest.raises(ValueError, match="excludes gradient_release=True"):
         Prodigy(parameters(), gradient_release=True)

@@ -34,6 +34,9 @@ class Prodigy(LowPrecisionOptimizer):
     (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar. The moments
     are those of `d·g`.
 
+    As in the authors' package, a group at lr 0 adds nothing to the estimate and to its states, and a step in which all
+    groups are at lr 0, such as the first of a warm-up, is not taken or counted.
+
     Bytes per parameter, gradient included: 14 with `kahan` and `split`, 12 with the other modes. FP32 parameters take
     24.
 
@@ -92,17 +95,19 @@ class Prodigy(LowPrecisionOptimizer):
         return (*moments, State("s", role=3), State("p0_minus_p", role=4))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Decay rates, and factors with d."""
+        """Decay rates, and factors with d. At lr 0, states stay as they are."""
         (beta1, beta2), d0 = group["betas"], group["d0"]
         d: Any = self.param_groups[0].get("d", d0)  # missing while the optimizer is built
+        active = (lr > 0) * (1 + 0 * lr)  # 1 or 0, of the dtype of `lr`
         rate = d * lr * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["use_bias_correction"] else 1)
         return {
-            "beta1": beta1,
-            "gain1": d * (1 - beta1),
-            "beta2": beta2,
-            "gain2": d**2 * (1 - beta2),
-            "beta3": beta2**0.5,
-            "gain3": d / d0 * (d if group["safeguard_warmup"] else rate),
+            "active": active,
+            "beta1": beta1**active,
+            "gain1": d * (1 - beta1) * active,
+            "beta2": beta2**active,
+            "gain2": d**2 * (1 - beta2) * active,
+            "beta3": beta2 ** (0.5 * active),
+            "gain3": d / d0 * (d if group["safeguard_warmup"] else rate) * active,
             "gain_of_slope": d / d0 * rate,
             "step_size": rate,
             "eps": d * group["eps"],
@@ -120,8 +125,8 @@ class Prodigy(LowPrecisionOptimizer):
 
     @staticmethod
     def size(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
-        """`|s|`."""
-        total = _sum_of_gradients(grad, state, scalars)
+        """`|s|`; zero at lr 0."""
+        total = _sum_of_gradients(grad, state, scalars) * scalars.active
         return torch.where(total < 0, -total, total)
 
     @staticmethod
@@ -136,12 +141,14 @@ class Prodigy(LowPrecisionOptimizer):
         return -change, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **sums}
 
     def run_step(self, plan: StepPlan) -> None:
-        """Step the plan's parameters, and estimate the next d."""
+        """Step the plan's parameters, and estimate the next d. If all sums of gradients are zero, there is no step."""
         slope, size, skipped = 0.0, 0.0, False
         for fused_group in (backend_step.fused_group for backend_step in plan.backend_steps):
             assert fused_group.per_param_scalars is not None
             sums = (fused_group.per_param_scalars.double() * fused_group.full_sizes[:, None]).sum(0).tolist()
             slope, size, skipped = slope + sums[0], size + sums[1], skipped or fused_group.skipped
+        if size == 0:
+            return
         super().run_step(plan)
         if not (size > 0 and math.isfinite(slope)) or skipped:
             return
