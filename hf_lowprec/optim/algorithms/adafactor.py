@@ -43,7 +43,9 @@ class Adafactor(LowPrecisionOptimizer):
         eps: least root of the second moment, and also least mean of the means over rows; and least RMS of a weight with
             `scale_parameter`. The first may be None, which stands for 2⁻²³, as in torch for FP32.
         d: RMS that the update of a parameter is clipped to, before it is multiplied by the learning rate.
-        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`, as in torch. That of
+            transformers' Adafactor is also multiplied by the relative step size, and with `scale_parameter` by the RMS
+            of the parameter.
         beta1: decay rate of a momentum of the updates, in [0, 1); None keeps none.
         relative_step: use the learning rate `min(lr, 1/√t)`.
         scale_parameter: multiply the learning rate by the RMS of the parameter, at least `eps[1]`.
