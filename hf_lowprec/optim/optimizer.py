@@ -25,6 +25,7 @@ from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
+from hf_lowprec.optim.state.low_bits import reset_low_bits_of_other_weights
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
@@ -317,6 +318,7 @@ class LowPrecisionOptimizer(Algorithm):
 
     def _check_groups(self) -> None:
         self._spell_out_modes()
+        reset_low_bits_of_other_weights(self)
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -37,8 +36,6 @@ from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
-logger = logging.getLogger(__name__)
-
 
 def build(call: TrainerCall) -> None:
     """`Trainer.__init__`: add the callback, prepare the accelerator, cast the model before it is moved or wrapped.
@@ -55,10 +52,8 @@ def build(call: TrainerCall) -> None:
     callback = _low_precision_callback(callbacks if isinstance(callbacks, list | tuple) else [], has_our_name)
     if callback is None:
         call.proceed()
-        try:
+        with suppress(Exception):  # another library may build it in another way
             add_lost_updates_warning(trainer)
-        except Exception as error:  # another library may build it in another way
-            logger.info("hf_lowprec: this Trainer is not watched for lost updates: %r", error)
         return
 
     optim_args = OptimArgs()
@@ -75,7 +70,8 @@ def build(call: TrainerCall) -> None:
     if arguments.get("model") is not None:
         check_quantized_weights_are_frozen(arguments["model"])
     if arguments.get("model_init") is not None:
-        arguments["model_init"] = _casting(arguments["model_init"], cast)
+        model_init = arguments["model_init"]
+        arguments["model_init"] = functools.wraps(model_init)(lambda *args: cast(model_init(*args)))
     arguments["callbacks"] = [*(other for other in callbacks if not _is_low_precision_callback(other)), callback]
     moves: list[tuple[Any, ...]] = []
     with (
@@ -258,13 +254,3 @@ def _needs_outputs(trainer: Trainer) -> bool:
     """
     library = type(trainer).compute_loss.__module__.partition(".")[0]
     return library not in ("transformers", "trl")
-
-
-def _casting(model_init: Callable, cast: Callable[[Any], Any]) -> Callable:
-    """Wrap `model_init` so that it returns a cast model."""
-
-    @functools.wraps(model_init)
-    def build(*args: Any) -> Any:
-        return cast(model_init(*args))
-
-    return build
