@@ -107,7 +107,7 @@ def test_weights_of_any_memory_format(memory, rounding):
 STEPS = range(1, 6)
 
 
-@pytest.mark.parametrize("way", ["torch.save", "pickled"])
+@pytest.mark.parametrize("way", ["torch.save", "pickled", "copied"])
 @pytest.mark.parametrize("saved_at", [0, 1, 3])
 @pytest.mark.parametrize("rounding", PAIRED)
 def test_training_resumes_bit_for_bit(way, saved_at, rounding):
@@ -115,7 +115,9 @@ def test_training_resumes_bit_for_bit(way, saved_at, rounding):
     _, params = model()
     optimizer = AdamW(params, lr=1e-3, rounding=rounding)
     train(optimizer, STEPS[:saved_at])
-    if way == "pickled":
+    if way == "copied":
+        resumed, other = copy.deepcopy((params, optimizer))
+    elif way == "pickled":
         resumed, other = pickle.loads(pickle.dumps((params, optimizer)))
     else:
         buffer = io.BytesIO()
