@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hf_lowprec.casting.module_tree import ModelTensor
+from hf_lowprec.casting.module_tree import ModelTensor, shape_of
 
 _NOT_ROUNDED = "labels and targets, numbers, weights and positions"
 
@@ -26,7 +26,7 @@ def dtype_totals(tensors: Iterable[ModelTensor]) -> dict[torch.dtype, DtypeTotal
     """The elements and bytes of a model's tensors, by dtype."""
     totals: dict[torch.dtype, DtypeTotal] = {}
     for target in tensors:
-        tensor, count = target.tensor, target.tensor.numel()
+        tensor, count = target.tensor, shape_of(target.tensor).numel()
         total = totals.get(tensor.dtype, DtypeTotal(0, 0, 0))
         parameters, buffers = (count, 0) if isinstance(tensor, nn.Parameter) else (0, count)
         size = count * tensor.element_size()

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor, nn
 
 
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape of a tensor. DeepSpeed's ZeRO 3 leaves a parameter itself empty."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
 @dataclass(frozen=True)
 class Owner:
     """One of the modules that hold a tensor."""

@@ -22,6 +22,7 @@ from hf_lowprec.monitor.watched_parameters import GradientRecord
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+from hf_lowprec.optim.sharding import full_shape
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 from hf_lowprec.tensor_names import listed, parameter_kinds
 
@@ -275,8 +276,9 @@ def uncast_matrices(model: nn.Module) -> list[str]:
     Adapters, and the trained copies of modules that PEFT makes, are FP32 on purpose. Entries of `keep_fp32` of earlier
     casts are respected.
     """
-    matrices = {name: param for name, param in model.named_parameters() if param.requires_grad and param.dim() >= 2}
-    kinds = parameter_kinds({name: param.shape for name, param in model.named_parameters()})
+    shapes = {name: full_shape(param) for name, param in model.named_parameters()}
+    kinds = parameter_kinds(shapes)
+    matrices = {name: p for name, p in model.named_parameters() if p.requires_grad and len(shapes[name]) >= 2}
     narrow = [param for param in matrices.values() if param.dtype in LOW_PRECISION_DTYPES]
     wide = {
         name

@@ -8,7 +8,7 @@ from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
 from hf_lowprec.casting.fp32_rules.norms import is_norm
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
 from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, names_in_forward, uses_torch_losses
-from hf_lowprec.casting.module_tree import ModuleTree, join
+from hf_lowprec.casting.module_tree import ModuleTree, join, shape_of
 
 _NAME = re.compile(r"(Loss|Criterion)$")
 
@@ -57,6 +57,6 @@ def loss_weights(tree: ModuleTree) -> Fp32Parts:
 
 
 def _is_class_weight(tensor: Tensor, name: str) -> bool:
-    is_vector = tensor.dim() > 0 and tensor.numel() == max(tensor.shape)
+    is_vector = shape_of(tensor).numel() == max(shape_of(tensor), default=0)
     is_number = tensor.is_floating_point() and not tensor.requires_grad
     return "weight" in name.rpartition(".")[2] and is_vector and is_number

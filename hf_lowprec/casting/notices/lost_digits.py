@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.hooks.argument_roles import names_numbers, words_of
+from hf_lowprec.casting.module_tree import shape_of
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
 _PARTS_OF_LAYERS = ("weight", "weights", "bias", "original0", "original1")  # the last two are torch's parametrizations
@@ -58,7 +59,7 @@ def _names_and_remedy(names: list[str]) -> str:
 def _holds_numbers(name: str, tensor: Tensor) -> bool:
     last = name.rpartition(".")[2]
     if isinstance(tensor, nn.Parameter):
-        return tensor.numel() == 1 and last not in _PARTS_OF_LAYERS  # such as the bias of a regression
+        return shape_of(tensor).numel() == 1 and last not in _PARTS_OF_LAYERS  # such as the bias of a regression
     if not _EMBEDDINGS.isdisjoint(words_of(last)):
         return False  # sines of positions, and Gemma's `embed_scale`, which its code rounds itself
     return tensor.dim() < 2 or (names_numbers(last) and last not in _PARTS_OF_LAYERS)
@@ -67,7 +68,7 @@ def _holds_numbers(name: str, tensor: Tensor) -> bool:
 def _loses_digits(tensor: Tensor, dtype: torch.dtype) -> bool:
     if tensor.is_meta or not _becomes_narrower(tensor, dtype):
         return False
-    values = tensor.detach()
+    values = getattr(tensor, "ds_tensor", tensor).detach()
     return not bool(torch.equal(values.to(dtype).to(values.dtype), values))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.sharding import full_shape
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -41,7 +42,8 @@ def _matrices_of(module: nn.Module) -> Iterator[nn.Parameter]:
     """The matrices and stacks of matrices that belong to `module` itself."""
     linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     for name, param in module.named_parameters(recurse=False):
-        if (linear and param.ndim == 2) or (param.ndim == 3 and name.endswith("_proj")):
+        dims = len(full_shape(param))
+        if (linear and dims == 2) or (dims == 3 and name.endswith("_proj")):
             yield param
 
 
@@ -91,7 +93,7 @@ def _tensor(param: Any) -> Any:
 
 def check_matrix(param: torch.Tensor) -> None:
     """Raise ValueError unless `param` is a matrix or a stack of matrices."""
-    if param.ndim not in (2, 3):
+    if len(full_shape(param)) not in (2, 3):
         raise ValueError(
             f"Muon steps matrices and stacks of them, not a parameter of shape {tuple(param.shape)}; pass "
             "matrices=hf_lowprec.hidden_matrices(model), or put it in a group with use_muon=False"
