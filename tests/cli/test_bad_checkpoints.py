@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, or made to harm who reads them: every command."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import Result
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
 from tests.support.command_output import hf_lowprec
+from tests.support.planted_pickles import with_planted_files
 from tests.support.training.tiny_trainer import trained
 
 
@@ -83,6 +85,34 @@ def test_an_index_does_not_reach_outside_of_its_folder(checkpoint, tmp_path):
     names = json.loads((checkpoint / PARAMETERS_NAME).read_text()) | {"adapters": {"../secret": {}}}
     (checkpoint / PARAMETERS_NAME).write_text(json.dumps(names))
     assert "'../secret', which is outside" in run("export", checkpoint, tmp_path / "out").output
+
+
+def test_nothing_that_a_file_holds_is_run(saved, tmp_path):
+    """By no command, nor when training resumes. `tests/distributed/test_resuming.py` has the files of several ranks."""
+    for checkpoint in with_planted_files(saved, tmp_path):
+        for words in reading(checkpoint, saved, tmp_path / "out"):
+            run(*words)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        with contextlib.suppress(Exception):
+            trained(tmp_path / "run", optim="adamw_bf16_kahan", max_steps=2, resume=str(checkpoint))
+
+
+def test_links_do_not_lead_out_of_a_checkpoint(saved, checkpoint, tmp_path):
+    """Those of the Hub's cache stay in it, and those inside of the checkpoint are followed."""
+    (checkpoint / "tokenizer.json").symlink_to("config.json")
+    cached = tmp_path / "models--one/snapshots/1"
+    shutil.copytree(saved, tmp_path / "models--one/blobs")
+    cached.mkdir(parents=True)
+    for file in saved.iterdir():
+        (cached / file.name).symlink_to(f"../../blobs/{file.name}")
+    for folder in (checkpoint, cached):
+        assert run("export", folder, tmp_path / f"{folder.name}-out").exit_code == 0
+    for name in ("tokenizer.json", "model.safetensors", "optimizer.pt", "more"):
+        (checkpoint / name).unlink(missing_ok=True)
+        (checkpoint / name).symlink_to(saved / name if name.startswith(("model", "opt")) else saved)
+        assert f"{name} is a link to {saved}" in run("export", checkpoint, tmp_path / "out").output
+        (checkpoint / name).unlink()
+    assert not (tmp_path / "out").exists()
 
 
 def assert_outside(checkpoint: Path, name: str, out: Path) -> None:

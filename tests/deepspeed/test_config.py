@@ -33,7 +33,7 @@ CONFIGS = [
     (
         {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
         "data_types.grad_accum_dtype='fp32'",
-        "use stage 2",
+        "(grad_accumulation='fp32') needs stage 2 or 3",
     ),
 ]
 EVERY = [({"zero_optimization": {"stage": 2, **zero}}, setting, way_out) for zero, setting, way_out in ZERO]

@@ -30,8 +30,8 @@ NAMES = {
 """Attributes of ZeRO optimizers, by stage."""
 OF_PARAMETERS = {"ds_numel", "ds_shape", "ds_tensor", "partition_numel"}
 STATE_KEYS = {
-    2: {"single_partition_of_fp32_groups", "base_optimizer_state"},
-    3: {"fp32_flat_groups", "optimizer_state_dict"},
+    2: {"single_partition_of_fp32_groups", "base_optimizer_state", "partition_count", "zero_stage"},
+    3: {"fp32_flat_groups", "optimizer_state_dict", "partition_count", "zero_stage"},
 }
 
 

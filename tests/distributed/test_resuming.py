@@ -15,7 +15,11 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     finish_checkpoint,
 )
 from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
-from tests.support.processes.ranks import run_ranks
+from tests.cli.test_bad_checkpoints import reading
+from tests.support.command_output import hf_lowprec
+from tests.support.planted_pickles import with_planted_files
+from tests.support.processes import forkserver
+from tests.support.processes.ranks import SCRIPTS, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -64,10 +68,29 @@ def test_a_checkpoint_that_holds_the_model_in_another_way(tmp_path, saved):
     again = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
     sharded = {"STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     printed = run_ranks("trainer_ranks.py", 2, "fsdp2", *words.split(), *again, **sharded, fails=True)
-    how = "without FSDP or with save_only_model=True" if saved == "ddp" else f"under FSDP with {saved}"
+    how = "without FSDP or DeepSpeed, or with save_only_model=True" if saved == "ddp" else f"under FSDP with {saved}"
     found = f"checkpoint-2' was saved {how}, but this run trains under FSDP with SHARDED_STATE_DICT."
     assert printed.count(f"ValueError: resume_from_checkpoint='{tmp_path}/{found}") == 2, printed
     assert ("hf-lowprec export" if saved == "ddp" else f"Set state_dict_type={saved!r} in fsdp_config") in printed
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2 sharded", "llama:tp_size=2", "zero1", "zero2", "zero3"])
+def test_nothing_that_a_file_holds_is_run(kind, tmp_path):
+    """By no command, nor when training resumes."""
+    if "zero" in kind:
+        pytest.importorskip("deepspeed")
+    name, *sharded = kind.split()
+    words = "--optim adamw_bf16_split --save_strategy steps --save_steps 1 --max_steps 1 --output_dir"
+    environment = {"STATE_DICT_TYPE": "SHARDED_STATE_DICT"} if sharded else {}
+    run_ranks("trainer_ranks.py", 2, name, *words.split(), str(tmp_path / "saved"), **environment)
+    again = ["2", SCRIPTS / "trainer_ranks.py", name, *words.split(), tmp_path / "again", "--resume_from_checkpoint"]
+    for checkpoint in with_planted_files(tmp_path / "saved/checkpoint-1", tmp_path):
+        for command in reading(checkpoint, checkpoint, tmp_path / "out"):
+            hf_lowprec(*command)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        script = SCRIPTS / "forked_ranks.py"
+        forkserver.run(script, [*map(str, again), str(checkpoint)], timeout=100, **environment)
 
 
 def test_shards_of_fsdp2(tmp_path):

@@ -5,6 +5,7 @@ zero_engine.py FOLDER
 
 import gc
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -20,9 +22,11 @@ from zero_steps import batch_of, gathered, mean, params_of
 
 import hf_lowprec
 from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+from hf_lowprec.monitor.training_findings import uncast_matrices
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.models import tiny_models
+from tests.support.planted_pickles import plant
 from tests.support.processes import deepspeed_on_cpu  # noqa: F401
 from tests.support.processes.worlds import run_worlds
 
@@ -39,13 +43,17 @@ def model_in_fp32() -> nn.Module:
     return model
 
 
-def engine_of(stage: int, rounding: str, stock: bool = False, looks: bool = True, **options: Any):
+def engine_of(
+    stage: int, rounding: str, stock: bool = False, looks: bool = True, clip=0.0, frozen: str = "", **options: Any
+):
     """DeepSpeed's engine around a new model, with AdamW: that of torch if `stock` is set. `looks`: for NaN."""
     model = model_in_fp32()
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
     hf_lowprec.cast_model(model)
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,  # 1 by default
+        "gradient_clipping": clip,  # 1 by default
         "bf16": {"enabled": True, "check_grad_overflow": looks},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1500},  # of 1024, 2048 or 3072
     }
@@ -165,6 +173,77 @@ def check_stock(folder: str, stage: int) -> None:
     check_refused(folder, stage, "not saved by hf_lowprec", states)
 
 
+def check_files(folder: str, stage: int) -> None:
+    """No file is run, or missing without being named, and `latest` names nothing else. Nothing changes then."""
+    engine, checkpoint, marker = engine_of(stage, "split"), Path(folder, "checkpoint"), Path(folder, "marker")
+    engine.save_checkpoint(str(checkpoint))
+    engine.save_checkpoint(f"{folder}/evil")
+    before, latest = contents(engine), checkpoint / "latest"
+    cases = [(latest, lambda path: path.write_text("../evil"), "'../evil', which is outside of")]
+    cases += [(latest, lambda path: path.write_text("nothing"), "/nothing' is not a checkpoint of DeepSpeed")]
+    for file in [*checkpoint.rglob("*_states.pt")]:
+        cases += [(file, lambda path: plant(path, marker), f"{file.name} cannot be read: it names io.open")]
+        cases += [(file, Path.unlink, f"a whole checkpoint of 2 ranks under ZeRO {stage}: {file.name} is missing")]
+    for file, change, said in cases:
+        content = file.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            change(file)
+        dist.barrier()
+        for act in (engine.load_checkpoint, lambda path: hf_lowprec.export_checkpoint(path, f"{path}-out")):
+            with pytest.raises(ValueError, match=re.escape(said)):
+                act(str(checkpoint))
+        dist.barrier()
+        file.write_bytes(content)
+    assert same(contents(engine), before) and not marker.exists()
+    engine.load_checkpoint(str(checkpoint))
+
+
+def check_ranks_that_differ(folder: str, stage: int) -> None:
+    """They are told before they communicate."""
+    cases = {
+        "param_groups[0]['weight_decay'] is 0.5 on rank 1 and": {"weight_decay": 0.5},
+        "max_grad_norm is 2.0 on rank 1 and None": {"max_grad_norm": 2.0},
+        "'model.norm.weight: float32 (32,), frozen' on rank 1 and": {"frozen": "model.norm"},
+        "gradient_clipping of DeepSpeed's configuration is 0.5 on rank 1 and 0.0": {"clip": 0.5},
+    }
+    for said, odd in cases.items():
+        with pytest.raises(RuntimeError, match=re.escape(said)):
+            engine_of(stage, "split", **(odd if dist.get_rank() == 1 else {}))
+
+
+class Classifier(nn.Module):
+    """Its frozen vector is kept in FP32 for its loss, its frozen matrix is not. Its number loses digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = model_in_fp32(), nn.Parameter(torch.full((1,), 0.3))
+        self.class_weight = nn.Parameter(torch.rand(4), requires_grad=False)
+        self.weight = nn.Parameter(torch.rand(4, 8), requires_grad=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x @ self.weight.T, labels, self.class_weight)
+
+
+def check_shapes(folder: str, stage: int) -> None:
+    """What depends on shapes is the same where `zero.Init` has left the parameters empty."""
+    decided = []
+    for partitioned in (False, True):
+        model = Classifier()
+        if partitioned:
+            deepspeed.zero.Init(module=model, dtype=torch.float32)
+        names = {param: name for name, param in model.named_parameters()}
+        matrices = hf_lowprec.hidden_matrices(model)
+        report = hf_lowprec.cast_model(model)
+        model.body.model.layers[0].mlp.up_proj.float()
+        decided.append([[names[param] for param in matrices], str(report), uncast_matrices(model)])
+    if dist.get_rank() == 0:  # the only one to know a number
+        assert decided[0] == decided[1] and all(decided[0]), decided
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ValueError, match="Muon needs whole tensors"):
+        initialize_deepspeed(model, hf_lowprec.Muon(model.parameters(), matrices=matrices), config)
+
+
 def check_nonfinite(folder: str, stage: int) -> None:
     """NaN on one rank: with `skip_nonfinite` the step leaves no trace and is counted; without, DeepSpeed skips it as
     well, unless it is told not to look, which ZeRO 3 does anyway."""
@@ -187,7 +266,15 @@ def check_nonfinite(folder: str, stage: int) -> None:
         assert same(contents(engine), contents(other))
 
 
-CHECKS = {check_resume: (2, 3), check_fp32_weights: (2, 3), check_stock: (3,), check_nonfinite: (1, 3)}
+CHECKS = {
+    check_resume: (2, 3),
+    check_files: (3,),
+    check_ranks_that_differ: (2,),
+    check_shapes: (3,),
+    check_fp32_weights: (2, 3),
+    check_stock: (3,),
+    check_nonfinite: (1, 3),
+}
 """With the stages in the short suite: ZeRO 1 and 2 share most of their code."""
 
 
@@ -198,10 +285,10 @@ def main(folder: str) -> None:
         for stage in STAGES:
             if dist.get_world_size() == 2:
                 for each, stages in CHECKS.items():
-                    if EVERY_CASE or stage in stages:
+                    if stage in stages or (EVERY_CASE and each is not check_shapes):
                         each(f"{folder}/{each.__name__} {stage}", stage)
             elif EVERY_CASE or stage == 3:
-                reason = "was saved by 2 ranks, and this run has 3"
+                reason = f"was saved by 2 ranks under ZeRO {stage}, and this run has 3"
                 check_refused(f"{folder}/check_resume {stage}", stage, reason, contents)
 
     gc.collect()

@@ -1,8 +1,9 @@
-"""Reads JSON files of folders that may come from elsewhere."""
+"""Reads JSON files of folders that may come from elsewhere, and nothing outside of these."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -34,3 +35,15 @@ def path_inside(folder: Path, name: str, named_in: str) -> Path:
     if path.anchor or ".." in path.parts:
         raise ValueError(f"{named_in} names {name!r}, which is outside of the checkpoint")
     return folder / path
+
+
+def check_links(checkpoint: Path) -> None:
+    """Raise ValueError if a link in a checkpoint leads out of it, or out of its folder in the Hub's cache."""
+    folder = Path(os.path.realpath(checkpoint))
+    root = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    for path in checkpoint.rglob("*"):
+        if not Path(target := os.path.realpath(path)).is_relative_to(root):
+            raise ValueError(
+                f"{path} is a link to {target}, outside of the checkpoint; if you trust it, copy the checkpoint with "
+                "what its links name (cp -rL)"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -95,13 +95,17 @@ _SAFETENSORS_DTYPES = {
 }  # fmt: skip
 
 
-def load_mapped(path: Path) -> Any:
+def load_mapped(path: Path, classes: Sequence[type] = ()) -> Any:
     """Load what `torch.save` wrote; the values of tensors are read from the file when they are used.
 
+    Args:
+        path: the file.
+        classes: the classes whose objects it may hold, besides data.
+
     Raises:
-        UnreadableError: it is damaged, or holds anything but data.
+        UnreadableError: it is damaged, or holds anything else.
     """
-    with explain_unreadable(path):
+    with explain_unreadable(path), torch.serialization.safe_globals([*classes]):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 

@@ -38,19 +38,10 @@ def check_config(config: Mapping[str, Any]) -> None:
             )
     autotp = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
     unsupported = {
-        "zero_optimization.elastic_checkpoint": (
-            zero.get("elastic_checkpoint"),
-            "pads states as FP32 numbers, which damages remainders",
-        ),
-        "zero_optimization.compute_grad_norm": (
-            zero.get("compute_grad_norm") is False and "false",
-            "leaves out the norm, with which every step begins",
-        ),
+        "zero_optimization.elastic_checkpoint": (zero.get("elastic_checkpoint"), "pads states, and damages remainders"),
+        "zero_optimization.compute_grad_norm": (zero.get("compute_grad_norm") is False and "false", "skips the norm"),
         "zero_optimization.zenflow": (zero.get("zenflow"), "steps parameters on the CPU"),
-        "zero_optimization.zero_quantized_gradients": (
-            zero.get("zero_quantized_gradients"),
-            "sends gradients in 4 bits",
-        ),
+        "zero_optimization.zero_quantized_gradients": (zero.get("zero_quantized_gradients"), "sends 4-bit gradients"),
         "zero_optimization.contiguous_gradients": (
             stage < 3 and zero.get("contiguous_gradients") is False and "false",
             "averages gradients in another way, in 16 bits",
@@ -58,17 +49,11 @@ def check_config(config: Mapping[str, Any]) -> None:
         "zero_optimization.mics_shard_size": (max(zero.get("mics_shard_size", -1), 0), "partitions in another way"),
         "fp16.enabled": ((config.get("fp16") or {}).get("enabled") is True, "excludes BF16"),
         "torch_autocast.enabled": ((config.get("torch_autocast") or {}).get("enabled"), "excludes a BF16 model"),
-        "tensor_parallel.autotp_size": (
-            autotp > 1 and autotp,
-            "shards parameters in another way; use tensor parallelism with FSDP2",
-        ),
-        "checkpoint.load_universal": (
-            (config.get("checkpoint") or {}).get("load_universal"),
-            "reads states of one flat tensor per group",
-        ),
+        "tensor_parallel.autotp_size": (autotp > 1 and autotp, "shards otherwise; use tensor parallelism with FSDP2"),
+        "checkpoint.load_universal": ((config.get("checkpoint") or {}).get("load_universal"), "reads other states"),
         "data_types.grad_accum_dtype": (
             stage == 1 and (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32" and "fp32",
-            "makes ZeRO 1 keep FP32 weights; use stage 2, or",
+            "(grad_accumulation='fp32') needs stage 2 or 3, because ZeRO 1 would keep FP32 weights",
         ),
         "optimizer": (config.get("optimizer"), "replaces the optimizer that you pass"),
     }

@@ -14,12 +14,17 @@ from torch import nn
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_bits
+from hf_lowprec.integrations.checkpoint_files.stored_weights import read_zero_states
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
-from hf_lowprec.integrations.deepspeed.private_apis import keeping_dtypes, shares_experts
+from hf_lowprec.integrations.deepspeed.private_apis import data_parallel_group, keeping_dtypes, shares_experts
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction.same_settings import check_same_settings, model_settings, optimizer_settings, to_plain_value
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.wrapped_method import wrap_method
+
+_ON_EVERY_RANK = ("gradient_accumulation_steps", "gradient_clipping", "zero_optimization", "data_types")
+"""Keys of DeepSpeed's configuration that all ranks must have in common."""
 
 
 def initialize_deepspeed(
@@ -48,6 +53,7 @@ def initialize_deepspeed(
         What `deepspeed.initialize` returns: engine, ZeRO optimizer, data loader and scheduler.
 
     Raises:
+        RuntimeError: the ranks' models or settings differ.
         ValueError: `config` selects what is not supported, such as offload; or `model` has parameters of several
             dtypes; or `optimizer` needs whole tensors or releases gradients.
     """
@@ -56,6 +62,11 @@ def initialize_deepspeed(
     check_config(config)
     _check_dtypes(model)
     partitioned = PartitionedOptimizer(optimizer, model)
+    deepspeed.init_distributed(**{key: kwargs[key] for key in ("distributed_port",) if key in kwargs})
+    of_deepspeed = {f"{key} of DeepSpeed's configuration": to_plain_value(config.get(key)) for key in _ON_EVERY_RANK}
+    names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
+    of_optimizer = {"max_grad_norm": optimizer.max_grad_norm, **optimizer_settings(optimizer, names)}
+    check_same_settings({**model_settings(model), **of_optimizer, **of_deepspeed})
     set_bf16_flags(config)
     if cast_dtypes(model):
         return_float32(model)
@@ -79,17 +90,20 @@ def _load_checkpoint(original: Callable, engine: Any, load_dir: str, tag: str | 
     """`engine.load_checkpoint`, which otherwise loads weights before it finds that the states do not fit.
 
     Raises:
-        ValueError: another number of ranks saved the checkpoint. Nothing is loaded.
+        ValueError: see `read_zero_states`; or another stage or number of ranks saved the checkpoint. Nothing is loaded.
     """
-    latest = Path(load_dir, "latest")
-    folder = Path(load_dir, tag or (latest.read_text().strip() if latest.exists() else "."))
-    ranks, saved = engine.dp_world_size, len([*folder.glob("*_optim_states.pt")])
+    if tag is None and not Path(load_dir, "latest").is_file():
+        return original(engine, load_dir, tag, **kwargs)  # which loads nothing, and says so
+    folder, *saved = read_zero_states(Path(load_dir), tag)
+    ranks, stage = data_parallel_group(engine.optimizer).size(), engine.zero_optimization_stage()
     states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
-    if states and saved not in (0, ranks):
+    if states and (saved[0], saved[1] == 3) != (ranks, stage == 3):  # ZeRO 1 and 2 hold the same
         raise ValueError(
-            f"{str(folder)!r} was saved by {saved} ranks, and this run has {ranks}. Resume with {saved}; or write the "
-            "FP32 weights with DeepSpeed's zero_to_fp32.py, and start from them"
+            f"{str(folder)!r} was saved by {saved[0]} ranks under ZeRO {saved[1]}, and this run has {ranks} under ZeRO "
+            f"{stage}. Resume with those; or write the FP32 weights with hf-lowprec export, and start from them"
         )
+    if stage == 3 and tag and not states:  # DeepSpeed reads FP32 weights, from the folder that `latest` names
+        read_zero_states(Path(load_dir))
     return original(engine, load_dir, tag, **kwargs)
 
 

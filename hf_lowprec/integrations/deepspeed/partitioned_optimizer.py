@@ -190,9 +190,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         described = state_dict.get(PARTS) if isinstance(state_dict, dict) else None
         if described != self._described():
             raise ValueError(
-                "the checkpoint holds other partitions of the parameters than this run has: another number of ranks, "
-                "order of parameters or ZeRO stage. Resume with those that saved it; or export the weights with "
-                "DeepSpeed's zero_to_fp32.py, which has all bits of the FP32 weights, and start from them"
+                "the checkpoint holds other partitions of the parameters than this run has, or another order; resume "
+                "with settings that saved it; or start from the FP32 weights, which hf-lowprec export writes"
                 if described is not None
                 else "the checkpoint's optimizer state was not saved by hf_lowprec; resume with the optimizer that "
                 "saved it, or start from the weights alone"

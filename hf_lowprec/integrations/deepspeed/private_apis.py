@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
@@ -231,6 +234,17 @@ SAVED_WEIGHTS = {False: "single_partition_of_fp32_groups", True: "fp32_flat_grou
 """The key of the weights in a ZeRO optimizer's state dict, by `is_stage_3`; `zero_to_fp32.py` reads them."""
 SAVED_OPTIMIZER = {False: "base_optimizer_state", True: "optimizer_state_dict"}
 """The key of the state dict of the optimizer that it steps."""
+
+
+SAVED_CLASSES = (fragment_address, LossScaler, ZeroStageEnum)
+"""The classes whose objects ZeRO optimizers save."""
+
+
+def saved_by(saved: dict[str, Any]) -> tuple[int, int]:
+    """The number of ranks that have saved a file of optimizer states, and their stage of ZeRO."""
+    states = saved["optimizer_state_dict"]
+    ranks = states["partition_count"]  # ZeRO 1 and 2 have one for each param group
+    return max(ranks) if isinstance(ranks, list) else ranks, int(states["zero_stage"])
 
 
 def wrap_state_dict(

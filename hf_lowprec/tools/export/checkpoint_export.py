@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.integrations.checkpoint_files.json_files import read_json
+from hf_lowprec.integrations.checkpoint_files.json_files import check_links, read_json
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import (
     StoredOptimizer,
     StoredParameter,
@@ -50,7 +50,7 @@ from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_con
 
 _NOT_OF_A_MODEL = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|sampler|dl_state_dict|custom_checkpoint)[\w-]*\.\w+$"
-    r"|optimizer_\d+$|pytorch_model|model.*\.safetensors|adapter_model\.|global_step|latest$|zero_to_fp32"
+    r"|optimizer_\d+$|pytorch_model|model.*\.safetensors|adapter_model\.|global_step|latest$|zero_to_\w+\.py$"
     r"|(consolidated|tf_model|flax_model)\.|checkpoint-"
     rf"|{re.escape(TRAINER_STATE_NAME)}$|training_args\.bin$|{re.escape(MANIFEST_NAME)}"
     rf"|{re.escape(PARAMETERS_NAME)}$|config\.json$|\.metadata$"
@@ -135,10 +135,12 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
         raise ValueError(f"there is no checkpoint {str(checkpoint)!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} is not an empty folder; export to a new one")
+    check_links(checkpoint)
     check_files(checkpoint, "checkpoint")
     if (checkpoint / TRAINER_STATE_NAME).exists():
         return
-    saved_by_accelerate = holds_optimizer(checkpoint) or (checkpoint / PARAMETERS_NAME).exists()
+    holds_others = holds_optimizer(checkpoint) and not is_zero_checkpoint(checkpoint)
+    saved_by_accelerate = holds_others or (checkpoint / PARAMETERS_NAME).exists()
     if saved_by_accelerate and not any(checkpoint.glob("random_states_*.pkl")):  # they are written last
         raise ValueError(f"checkpoint={str(checkpoint)!r} was not finished: it has no random_states_0.pkl")
     inner = sorted(path.name for path in checkpoint.glob("checkpoint[-_]*") if path.is_dir())

@@ -3,6 +3,7 @@
 import json
 import pickle
 from pathlib import PosixPath
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, read_metadata
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
+from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import load_best
+from tests.support.planted_pickles import Creates
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -46,16 +49,6 @@ def test_metadata_has_nothing_but_what_its_reader_allows(tmp_path):
             read_metadata(tmp_path)
 
 
-class Creates:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return open, (str(self.file), "w")
-
-
 def test_nothing_is_run_when_shards_are_read(tmp_path):
     """Neither from the metadata, nor from an object among the tensors; a run does not resume from them either."""
     folder, marker = tmp_path / "optimizer_0", tmp_path / "marker"
@@ -76,8 +69,10 @@ def test_nothing_is_run_when_shards_are_read(tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"\.metadata cannot be read: it names io\.open"):
         ShardedFolder(folder)
-    with pytest.raises(ValueError, match=r"is not loaded: \S+\.metadata cannot be read: it names io\.open"):
-        choose_checkpoint(str(tmp_path), "out")
+    best = SimpleNamespace(optimizer=None, state=SimpleNamespace(best_model_checkpoint=str(tmp_path)))
+    for act in (lambda: choose_checkpoint(str(tmp_path), "out"), lambda: load_best(SimpleNamespace(trainer=best))):
+        with pytest.raises(ValueError, match=r"is not loaded: \S+\.metadata cannot be read: it names io\.open"):
+            act()
     assert not marker.exists()
 
 

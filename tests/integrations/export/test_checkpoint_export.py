@@ -242,10 +242,6 @@ class TestRefusals:
         (tmp_path / "empty").mkdir()
         assert "has no weights that can be read" in refused(tmp_path / "empty", tmp_path / "out")
 
-    def test_not_an_optimizer(self, checkpoint, tmp_path):
-        torch.save({"a": torch.zeros(2)}, checkpoint / "optimizer.pt")
-        assert "is not the state dict of an optimizer" in refused(checkpoint, tmp_path / "out")
-
     def test_no_config(self, checkpoint, tmp_path):
         (checkpoint / "config.json").unlink()
         assert "as model_folder (--model-folder)" in refused(checkpoint, tmp_path / "out")

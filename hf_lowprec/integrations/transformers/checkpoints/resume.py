@@ -82,20 +82,22 @@ def choose_checkpoint(
             f"rank {', '.join(map(str, missing_on))} does not see {str(chosen)!r}, from which the others resume; "
             "put output_dir on storage shared by all machines, or save with save_on_each_node=True"
         )
-    if unsafe := _of_all_ranks(_on_every_rank(_unsafe_shards(chosen) if _checks_here() else [])):
+    if unsafe := _of_all_ranks(_on_every_rank(unsafe_shards(chosen) if _checks_here() else [])):
         raise ValueError(f"{str(chosen)!r} is not loaded: {listing(unsafe)}. Pass another checkpoint")
     _warn_of_incomplete_state(chosen)
     return str(chosen)
 
 
-def check_state_dict_type(checkpoint: Path, wanted: str | None) -> None:
+def check_layout(checkpoint: Path, wanted: str | None) -> None:
     """Raise ValueError unless the checkpoint holds the model as checkpoints of this run do.
 
     Args:
         checkpoint: the folder.
-        wanted: FSDP's state dict type; None without FSDP.
+        wanted: FSDP's state dict type, or "DeepSpeed"; None without either.
     """
-    if (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir():
+    if _holds(checkpoint, "global_step*"):
+        found: str | None = "DeepSpeed"
+    elif (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir():
         found = "SHARDED_STATE_DICT"
     elif (checkpoint / f"{FSDP_MODEL_NAME}.bin").exists():
         found = "FULL_STATE_DICT"
@@ -103,8 +105,9 @@ def check_state_dict_type(checkpoint: Path, wanted: str | None) -> None:
         found = None
     if found == wanted:
         return
-    saved = "without FSDP or with save_only_model=True" if found is None else f"under FSDP with {found}"
-    if found is None or wanted is None:
+    layouts = {None: "without FSDP or DeepSpeed", "DeepSpeed": "under DeepSpeed"}
+    saved, trains = (layouts.get(one, f"under FSDP with {one}") for one in (found, wanted))
+    if layouts.keys() & {found, wanted}:
         way_out = (
             "Resume it that way, or begin a new run with its weights: hf-lowprec export CHECKPOINT FOLDER writes them, "
             "with compensations and remainders, and from_pretrained(FOLDER) loads them"
@@ -112,8 +115,8 @@ def check_state_dict_type(checkpoint: Path, wanted: str | None) -> None:
     else:
         way_out = f"Set state_dict_type={found!r} in fsdp_config (fsdp_state_dict_type in accelerate's configuration)"
     raise ValueError(
-        f"resume_from_checkpoint={str(checkpoint)!r} was saved {saved}, but this run trains "
-        f"{'without FSDP' if wanted is None else f'under FSDP with {wanted}'}. {way_out}"
+        f"resume_from_checkpoint={str(checkpoint)!r} was saved {saved}"
+        f"{'' if found else ', or with save_only_model=True'}, but this run trains {trains}. {way_out}"
     )
 
 
@@ -196,7 +199,7 @@ def _of_all_ranks(problems: list[list[str]]) -> list[str]:
     ]
 
 
-def _unsafe_shards(checkpoint: Path) -> list[str]:
+def unsafe_shards(checkpoint: Path) -> list[str]:
     """Why torch's own reader, which unpickles all but tensors, must not read folders of a sharded checkpoint."""
     problems = []
     for path in sorted(checkpoint.rglob(".metadata")):

@@ -24,11 +24,12 @@ from hf_lowprec.integrations.transformers.checkpoints.loaded_weights import (
     load_low_bits_of_optimizer,
 )
 from hf_lowprec.integrations.transformers.checkpoints.manifest import begin_checkpoint, finish_checkpoint
-from hf_lowprec.integrations.transformers.checkpoints.resume import check_state_dict_type, choose_checkpoint
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_layout, choose_checkpoint, unsafe_shards
 from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_weights, save_weights
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trainer_call import Attachment, TrainerCall
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
+from hf_lowprec.optim.state.low_bits import keep_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 
@@ -45,7 +46,8 @@ def train(call: TrainerCall) -> Any:
     """
     checkpoint = choose_checkpoint(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
     if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
-        check_state_dict_type(Path(checkpoint), private_apis.state_dict_type(call.trainer))
+        engine = "DeepSpeed" if call.trainer.is_deepspeed_enabled else None
+        check_layout(Path(checkpoint), engine or private_apis.state_dict_type(call.trainer))
     call.arguments["resume_from_checkpoint"] = checkpoint
     with (
         private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext(),
@@ -176,9 +178,13 @@ def load_checkpoint(call: TrainerCall) -> None:
 def load_best(call: TrainerCall) -> None:
     """Let Trainer load the best weights at the end of a run, and load their low bits."""
     best, optimizer = Path(call.trainer.state.best_model_checkpoint), unwrap_optimizer(call.trainer.optimizer)
+    if unsafe := unsafe_shards(best):  # `trainer_state.json` of another run may name any folder
+        raise ValueError(f"{str(best)!r}, the best checkpoint, is not loaded: {', '.join(unsafe)}")
     call.attachment.callback.weights_match_optimizer = False
     if isinstance(optimizer, ScheduleFreeAdamW):
         optimizer.eval()
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        keep_low_bits(optimizer)  # for the weights that do not change, because the best ones are the last ones
     with load_in_place(call.trainer.model), explain_unreadable(best, (CheckpointException,)):
         if is_sharded_at_load(call.trainer.model):
             load_weights(call.trainer.model, best)

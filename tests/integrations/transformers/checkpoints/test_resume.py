@@ -147,9 +147,12 @@ def test_nothing_is_said_of_what_schedules_change(tmp_path, schedule):
         trained(tmp_path, model=llama(), resume=str(tmp_path / "checkpoint-3"), **settings)
 
 
-def test_a_checkpoint_of_fsdp_is_refused_without_fsdp(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "how"), [("pytorch_model_fsdp.bin", "FSDP with FULL_STATE_DICT"), ("global_step3", "DeepSpeed")]
+)
+def test_a_checkpoint_of_another_engine_is_refused(saved, tmp_path, file, how):
     checkpoint = tmp_path / "checkpoint-3"
     shutil.copytree(saved, checkpoint, ignore=shutil.ignore_patterns("hf_lowprec_manifest.json"))
-    (checkpoint / "pytorch_model_fsdp.bin").write_bytes((checkpoint / "scheduler.pt").read_bytes())
-    with pytest.raises(ValueError, match=r"saved under FSDP with FULL_STATE_DICT, but .*hf-lowprec export"):
+    (checkpoint / file).write_bytes((checkpoint / "scheduler.pt").read_bytes())
+    with pytest.raises(ValueError, match=rf"saved under {how}, but .*hf-lowprec export"):
         trained(tmp_path, optim="adamw_bf16_kahan", resume=str(checkpoint), **SAVING)
