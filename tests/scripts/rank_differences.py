@@ -195,11 +195,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"build": frozen("norm")},
         "parameter 2 of Net is 'norm.weight: float32 (8,), frozen' on rank 1 and 'norm.weight: float32 (8,)' on rank 0",
     ),
-    "frozen as a whole": (
-        {},
-        {"build": frozen("")},
-        "parameter 0 of Net is 'first.weight: bfloat16 (8, 4), frozen' on rank 1",
-    ),
+    "all frozen": ({}, {"build": frozen("")}, "'first.weight: bfloat16 (8, 4), frozen' on rank 1 and"),
     "weights": (
         {},
         {"change": another_weight},

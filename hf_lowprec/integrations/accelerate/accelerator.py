@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ def prepare_accelerator(
         "reduction": check_reduction(reduction),
     }
     if isinstance(accelerator, _Prepared):
-        earlier = accelerator._hf_lowprec.reduction
+        earlier, *_ = accelerator._hf_lowprec
         for name, value in requested.items():
             if getattr(earlier, name) != value:
                 raise ValueError(f"the accelerator was already prepared with {name}={getattr(earlier, name)!r}")
@@ -131,18 +130,18 @@ def prepare_accelerator(
             f"context parallelism over {accelerator.parallelism_config.cp_size} ranks: gradients are summed over them "
             "as well; torch's attention for it needs GPUs, on which this package has not been tested"
         )
-    private_apis.separate_state(accelerator)
     if private_apis.switch_autocast_off(accelerator):
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
     _warn_of_separate_processes(accelerator, status)
-    accelerator._hf_lowprec = Preparation(status, FirstStepComparison(accelerator))
+    comparison = FirstStepComparison(accelerator)
+    accelerator._hf_lowprec = status, comparison, PreparedModels()
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _configure_deepspeed(accelerator, status)
         accelerator.__class__ = _prepared_class(type(accelerator), _UnderDeepSpeed, _Prepared)
         return status
     accelerator.__class__ = _prepared_class(type(accelerator), _BeforeOverrides, _BehindOverrides)
     for optimizer in private_apis.prepared_optimizers(accelerator):
-        accelerator._hf_lowprec.comparison.watch(optimizer, models)
+        comparison.watch(optimizer, models)
     return status
 
 
@@ -318,19 +317,10 @@ def _check_accumulated(reduction: ReductionStatus, *_: Any) -> None:
         )
 
 
-@dataclass
-class Preparation:
-    """What `prepare_accelerator` keeps on an accelerator."""
-
-    reduction: ReductionStatus
-    comparison: FirstStepComparison
-    models: PreparedModels = field(default_factory=PreparedModels)
-
-
 class _Prepared(Accelerator):
     """A prepared accelerator. It has a class of its own, so no other accelerator changes; see `_prepared_class`."""
 
-    _hf_lowprec: Preparation
+    _hf_lowprec: tuple[ReductionStatus, FirstStepComparison, PreparedModels]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, type(self)._made_from, vars(self)
@@ -361,11 +351,11 @@ class _BeforeOverrides(Accelerator):
             ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
             RuntimeError: the ranks' models or settings differ.
         """
-        preparation, reduction = self._hf_lowprec, self._hf_lowprec.reduction
+        reduction, _, prepared_models = self._hf_lowprec
         model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
         if model is not None:
             check_sharded_at_load(self, model)
-        if not self.is_fsdp2 or model is None or model in preparation.models:
+        if not self.is_fsdp2 or model is None or model in prepared_models:
             return super().prepare(*args, **kwargs)
         _return_float32_if_cast(model)
         _compare_models(self, reduction, model)
@@ -396,7 +386,7 @@ class _BeforeOverrides(Accelerator):
         give_low_bits(sharded, low_bits, self.device)
         scratch = reduce_scatter_in_fp32(sharded, reduction.reduction)
         _forbid_later_cast(model)
-        preparation.models.add(model)
+        prepared_models.add(model)
         reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", self.num_processes, scratch))
         return prepared
 
@@ -407,15 +397,15 @@ class _BeforeOverrides(Accelerator):
         Raises:
             RuntimeError: the ranks' models or settings differ.
         """
-        preparation, reduction = self._hf_lowprec, self._hf_lowprec.reduction
-        if model in preparation.models:
+        reduction, _, prepared_models = self._hf_lowprec
+        if model in prepared_models:
             return super().prepare_model(model, *args, **kwargs)
         _return_float32_if_cast(model)
         if private_apis.is_sharded_at_load(model):
             _reduce_sharded_at_load(self, reduction, model)
             # It is neither wrapped nor sharded again.
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-            preparation.models.update((model, prepared))
+            prepared_models.update((model, prepared))
             return prepared
         if is_evaluation(*args, **kwargs):
             with private_apis.prepared_again_later(model):
@@ -437,7 +427,7 @@ class _BeforeOverrides(Accelerator):
                 averager.on_last_bucket = None if accumulator is None else accumulator.restart
                 reduction.models.append(ReducedModel("DDP", self.num_processes, averager.scratch))
         _forbid_later_cast(model)
-        preparation.models.update((model, prepared))
+        prepared_models.update((model, prepared))
         return prepared
 
     @functools.wraps(Accelerator.prepare_optimizer)
@@ -447,7 +437,7 @@ class _BeforeOverrides(Accelerator):
         Raises:
             ValueError: the optimizer takes gradients that the accelerator would accumulate.
         """
-        preparation, reduction = self._hf_lowprec, self._hf_lowprec.reduction
+        reduction, comparison, _ = self._hf_lowprec
         collector = collector_of(unwrap_optimizer(optimizer))
         if collector and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(self))):
             raise ValueError(
@@ -468,14 +458,14 @@ class _BeforeOverrides(Accelerator):
         if reduction.grad_accumulation != "nearest":
             unwrap_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_accumulated, reduction))
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
-        preparation.comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(self))
+        comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(self))
         return prepared
 
     @functools.wraps(Accelerator.backward)
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.backward`: accumulate the gradients of all parameters that are trainable by now."""
         with ExitStack() as stack:
-            for accumulator in self._hf_lowprec.reduction.accumulators:
+            for accumulator in self._hf_lowprec[0].accumulators:
                 stack.enter_context(accumulator.active())
             return super().backward(*args, **kwargs)
 
@@ -509,7 +499,7 @@ class _BehindOverrides(_Prepared):
         Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
         `max_grad_norm=0`; Trainer then logs none.
         """
-        comparison = self._hf_lowprec.comparison
+        _, comparison, _ = self._hf_lowprec
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, parameters))
         ids_with_grad = {id(param) for param in parameters if param.grad is not None}
@@ -542,7 +532,7 @@ class _UnderDeepSpeed(Accelerator):
 
         from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
 
-        reduction = self._hf_lowprec.reduction
+        reduction, *_ = self._hf_lowprec
 
         def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):

@@ -32,7 +32,7 @@ class FirstStepComparison:
     def __init__(self, accelerator: Accelerator) -> None:
         self._num_processes = accelerator.num_processes
         self._gradient_state = accelerator.gradient_state
-        self._watched: dict[torch.optim.Optimizer, tuple[Any, list[nn.Module]]] = {}
+        self._watched: dict[torch.optim.Optimizer, list[nn.Module]] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
         """Compare before the next step of `optimizer`, if there are several ranks by then.
@@ -42,13 +42,11 @@ class FirstStepComparison:
             models: the list of the accelerator's models, which give parameters their names. Until the step it may grow.
         """
         if (self._num_processes > 1 or torch.distributed.is_initialized()) and optimizer not in self._watched:
-            self._watched[optimizer] = optimizer.register_step_pre_hook(self._before_step), models
+            self._watched[optimizer] = models
+            optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._watched:
-            _, models = self._watched.pop(optimizer)
-            # The hook stays, since torch is going through the hooks. It does nothing more.
-            self._compare(optimizer, models, getattr(optimizer, "limit", None))
+        self.compare(optimizer, getattr(optimizer, "limit", None))
 
     def compare(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         """Compare the optimizer's class, settings, parameters and their values, if it is watched; stop watching it.
@@ -60,13 +58,8 @@ class FirstStepComparison:
         Raises:
             RuntimeError: on every rank; the message names the ranks and the difference.
         """
-        if optimizer in self._watched:
-            hook, models = self._watched.pop(optimizer)
-            hook.remove()
-            self._compare(optimizer, models, max_grad_norm)
-
-    def _compare(self, optimizer: torch.optim.Optimizer, models: list[nn.Module], max_grad_norm: float | None) -> None:
-        if not trains_on_several_ranks(self._num_processes, models):
+        models = self._watched.pop(optimizer, None)
+        if models is None or not trains_on_several_ranks(self._num_processes, models):
             return
         names = {param: name for model in models for name, param in synchronized_parameters(model)}
         check_same_settings(

@@ -108,23 +108,19 @@ def partial_gradients(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Callab
             yield module, mesh.get_group(), captured["original_forward"]
 
 
-def separate_state(accelerator: Any) -> None:
-    """Give `accelerator` a state that can be changed. By default, all accelerators of a process have the same one."""
-    accelerator.state = copy.copy(accelerator.state)
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        accelerator.state.fsdp_plugin = copy.copy(accelerator.state.fsdp_plugin)
-
-
 def switch_autocast_off(accelerator: Any) -> bool:
-    """Set the mixed precision of `accelerator` to "no", and return whether this changed it."""
-    if accelerator.mixed_precision == "no":
-        return False
+    """Set the mixed precision of `accelerator` to "no", and return whether this changed it.
+
+    From then on, it has a state and an FSDP plugin of its own. Accelerate gives all accelerators the same ones.
+    """
+    was_on = accelerator.mixed_precision != "no"
+    accelerator.state = copy.copy(accelerator.state)
     accelerator.state._mixed_precision = "no"
     accelerator.native_amp = False
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None:
-        plugin.mixed_precision_policy = None
-    return True
+    if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
+        accelerator.state.fsdp_plugin = copy.copy(plugin)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = None
+    return was_on
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
