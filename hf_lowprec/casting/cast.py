@@ -51,6 +51,10 @@ def cast_model(
       torch's loss functions while the `forward` of your own model runs, or that of a module that names one of them.
       This takes about a microsecond per torch call, and does not reach into activation checkpoints.
 
+    What `forward` writes into an argument that a hook converts, or into a list or dict with such entries, reaches the
+    caller's own when the call ends. It does not in code that torch has compiled; nor do writes into tensors in
+    `torch.inference_mode()`.
+
     Hooks run only when a module itself is called, not one of its other methods. If a module multiplies FP32 numbers by
     its own 16-bit parameters (`points @ self.weight`), pass those numbers in 16 bits.
 

@@ -1,6 +1,8 @@
 """FP32 tensors handed to a cast model: rounded where they enter it, unless a loss is measured against them."""
 
+import contextlib
 import copy
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -41,6 +43,43 @@ class Spy(nn.Module):
 
     def forward(self, x: Any = None, target_boxes: Any = None, *rest: Any, **named: Any) -> None:
         self.got = (x, target_boxes, rest, named)
+
+
+class Writes(nn.Module):
+    """Writes into its arguments numbers that are exact in every dtype, and fails if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(2 * torch.eye(2))
+
+    def forward(self, batch: dict[str, Any], states: list[torch.Tensor], out: torch.Tensor, fails: bool) -> None:
+        batch["again"], batch["y"] = batch["x"], batch["x"] @ self.weight
+        batch["parts"].insert(0, batch.pop("old"))
+        states[1:] = [batch["y"], states[0]]
+        out.copy_(batch["x"].add_(1))
+        assert not fails
+
+
+def written(module: nn.Module, dtype: torch.dtype, make: Any, fails: bool) -> list[Any]:
+    """What the arguments of `Writes` are after a call: which of the caller's tensors, and what values."""
+    x, old, out = (torch.full((2, 2), value, dtype=dtype) for value in (1.0, 2.0, 3.0))
+    batch, states = make({"x": x, "old": old, "parts": [x]}), [x, old]
+    with contextlib.suppress(AssertionError):
+        module(batch, states, out=out, fails=fails)
+    entries = [batch["x"], batch["again"], batch["y"], *batch["parts"], *states, out]
+    return [*batch, *([entry is x, entry is old, entry.tolist()] for entry in entries)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda entries: defaultdict(list, entries)])
+@pytest.mark.parametrize("kept", [False, True], ids=["rounded", "upcast"])
+def test_what_forward_writes_into_its_arguments_reaches_the_caller(kept: bool, make: Any, fails: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Writes())
+    module, expected = model[1], written(model[1], FP32, make, fails)
+    cast_model(model if kept else module, keep_fp32="1" if kept else ())
+    hooks = dict(module._forward_hooks)
+    assert written(module, BF16 if kept else FP32, make, fails) == expected
+    assert dict(module._forward_hooks) == hooks
 
 
 class TestPlain:

@@ -7,7 +7,7 @@ later cast recognizes it. The hook that rounds a model's inputs is in `input_dow
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -21,9 +21,14 @@ Convert = Callable[[Tensor, str], Tensor]  # tensor, name of the argument or dic
 
 def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Forward pre-hook: floating arguments go to FP32."""
-    if any(isinstance(value, nn.Module) for value in (*args, *kwargs.values())):
+    given = *args, *kwargs.values()
+    only_tensors = all(isinstance(value, Tensor) for value in given)
+    if not only_tensors and any(isinstance(value, nn.Module) for value in given):
         return args, kwargs  # it computes with the tensors of those modules, in their dtypes (PEFT's DoRA)
-    return convert_floats(args, _to_fp32), convert_floats(kwargs, _to_fp32)
+    args, kwargs = convert_floats(args, _to_fp32), convert_floats(kwargs, _to_fp32)
+    if not only_tensors and module is not None:  # norms, which get only tensors, need not wait for it
+        write_back_after_forward(module, given, (*args, *kwargs.values()))
+    return args, kwargs
 
 
 # Not to the dtype of the input: T5 itself converts the input of `wo` to FP32, and that FP32 would leak.
@@ -184,3 +189,54 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
         converted.update(entries)
         return converted
     return value
+
+
+def write_back_after_forward(module: nn.Module, values: Iterable[Any], copies: Iterable[Any]) -> None:
+    """When the call of `module` that begins has ended, write into `values` what it has written into their `copies`.
+
+    Not in code that torch compiles, nor for tensors in inference mode, where torch does not count writes.
+
+    Args:
+        module: the module, whose pre-hook calls this function.
+        values: the arguments; none for a module that writes into none.
+        copies: what `convert_floats` has made of them.
+    """
+    if torch.compiler.is_compiling():
+        return
+    pairs = [pair for each in zip(values, copies, strict=False) for pair in _converted(*each)]
+    originals = {id(copied): value for value, copied, _ in pairs}
+
+    def write_back(*_: Any) -> None:
+        handle.remove()
+        for value, copied, before in pairs:
+            if _contents(copied) == before:
+                continue
+            if isinstance(value, Tensor):
+                value.copy_(copied)
+            elif isinstance(value, list):
+                value[:] = [originals.get(id(item), item) for item in copied]
+            else:
+                for key in before.keys() - copied.keys():
+                    del value[key]
+                for key in [key for key, item in copied.items() if before.get(key) != id(item)]:
+                    value[key] = originals.get(id(copied[key]), copied[key])
+
+    if pairs:
+        handle = module.register_forward_hook(write_back, always_call=True)
+
+
+def _converted(value: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What is another object in `copied`, at any depth of tuples, lists and dicts; that object, and its contents."""
+    if copied is not value:
+        yield value, copied, _contents(copied)
+        if isinstance(value, dict):
+            value, copied = value.values(), copied.values()
+        for each in () if isinstance(value, Tensor) else zip(value, copied, strict=True):
+            yield from _converted(*each)
+
+
+def _contents(value: Any) -> Any:
+    """What changes if something is written into a tensor, a list or a dict."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    return {key: id(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
