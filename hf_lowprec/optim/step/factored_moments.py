@@ -57,34 +57,30 @@ def _compute_factors(backend_step: BackendStep) -> None:
     group, found = backend_step.fused_group, backend_step.matrix_sums()
     entries, vectors = group.entries, group.mean_vectors
     sums = [found[k] if k in found else _matrix_sums(group, k) for k in range(len(entries))]
-    of_shards = [sharding_of_dim(entry.param, dim) for entry in entries for dim in (-1, -2)]
-    _sum_each_over_shards([part for pair in sums for part in pair], of_shards)
+    _sum_each_over_shards(group, [each.of_rows for each in sums], -1)
+    _sum_each_over_shards(group, [each.of_columns for each in sums], -2)
     rows, columns = group.matrix_sizes.unbind(1)
     values = group.scalars.to(group.device, non_blocking=True).unbind(1)
     scalars = dict(zip(group.spec.scalars, values, strict=True))
 
-    def new_means(name: str, parts: Iterable[Tensor], counts: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
-        old, mean = _vector(each.means[name] for each in entries), _vector(parts) / repeat(counts)
+    def new_means(name: str, parts: list[Tensor], counts: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
+        old, mean = torch.cat([each.means[name] for each in entries]), torch.cat(parts) / repeat(counts)
         mean = (mean + repeat(scalars["square_eps"])).float()
         return old * repeat(scalars["beta2"]) + mean * repeat(scalars["gain2"])
 
-    row_means = new_means(ROW_MEAN, (each.of_rows for each in sums), columns, vectors.for_rows)
-    column_means = new_means(COLUMN_MEAN, (each.of_columns for each in sums), rows, vectors.for_columns)
-    totals = [each.sum(-2, keepdim=True) for each in vectors.of_rows(row_means.double())]
-    _sum_each_over_shards(totals, of_shards[1::2])
-    means = (_vector(totals) / vectors.for_matrices(rows)).float()
+    row_means = new_means(ROW_MEAN, [each.of_rows for each in sums], columns, vectors.for_rows)
+    column_means = new_means(COLUMN_MEAN, [each.of_columns for each in sums], rows, vectors.for_columns)
+    totals = vectors.sums_of_rows(row_means.double())
+    _sum_each_over_shards(group, totals.split(vectors.matrices), -2)
+    means = (totals / vectors.for_matrices(rows)).float()
     means = torch.maximum(means, vectors.for_matrices(scalars["min_mean"]))
     row_factors = (vectors.rows_of_matrices(means.double()) / row_means.double()).sqrt().float()
     column_factors = column_means.double().sqrt().reciprocal().float()
-    by_entry = zip(vectors.of_rows(row_means), vectors.of_columns(column_means), strict=True)
+    by_entry = zip(row_means.split(vectors.rows), column_means.split(vectors.columns), strict=True)
     group.new_means = [{ROW_MEAN: row, COLUMN_MEAN: column} for row, column in by_entry]
-    factors = zip(vectors.of_rows(row_factors), vectors.of_columns(column_factors), strict=True)
+    factors = zip(row_factors.split(vectors.rows), column_factors.split(vectors.columns), strict=True)
     for entry, of_entry in zip(entries, factors, strict=True):
-        entry.factors = of_entry[0].view(-1), of_entry[1].view(-1)
-
-
-def _vector(parts: Iterable[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
+        entry.factors = of_entry
 
 
 def _matrix_sums(group: FusedGroup, k: int) -> MatrixSums:
@@ -106,16 +102,15 @@ def _matrix_sums(group: FusedGroup, k: int) -> MatrixSums:
             terms = evaluate(spec.factored, spec, *elements).view(*shape, columns)
             sums.of_rows[some, part] = terms.sum(-1, keepdim=True, dtype=torch.float64)
             sums.of_columns[some] += terms.sum(-2, keepdim=True, dtype=torch.float64)
-    return MatrixSums(sums.of_rows.view(*before, rows, 1), sums.of_columns.view(*before, 1, columns))
+    return MatrixSums(sums.of_rows.view(-1), sums.of_columns.view(-1))
 
 
-def _sum_each_over_shards(values: Sequence[Tensor], shardings: Sequence[Sharding | None]) -> None:
-    """Sum each of `values`, in place, over the ranks of its sharding; with one collective per sharding."""
+def _sum_each_over_shards(group: FusedGroup, values: Sequence[Tensor], dim: int) -> None:
+    """Sum `values`, one of each entry, in place over the ranks that share dimension `dim`."""
     by_sharding: dict[Sharding, list[Tensor]] = defaultdict(list)
-    for value, sharding in zip(values, shardings, strict=True):
-        if sharding is not None:
+    for value, entry in zip(values, group.entries, strict=True) if group.sharding is not None else ():
+        if (sharding := sharding_of_dim(entry.param, dim)) is not None:
             by_sharding[sharding].append(value)
     for sharding, together in by_sharding.items():
-        total = sum_over_shards(torch.cat([value.reshape(-1) for value in together]), sharding)
-        for value, summed in zip(together, total.split([math.prod(value.shape) for value in together]), strict=True):
-            value.copy_(summed.view(value.shape))
+        total = sum_over_shards(torch.cat(together), sharding)
+        torch._foreach_copy_(together, total.split(list(map(len, together))))

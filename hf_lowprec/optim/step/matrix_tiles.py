@@ -10,47 +10,74 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.step.segments import sum_by_entry
+
 TILE_COLUMNS = 1024
 """Columns of a tile, at most."""
 TILES_TABLE = ("entry_index", "start", "tile_rows", "count", "rows", "columns", "first_row_sum", "first_column_sum")
 """Columns of `MatrixTiles.table`: the entry, the tile's first element in its tensors, the rows and columns of the tile
 and of the matrix, and where the tile's sums are written."""
 _SMALLEST = 1 << 12
-"""Elements of the smallest matrix that is divided. A convolution has many of nine."""
+"""Elements of the smallest matrix of a stack that is divided. A convolution has many of nine."""
 
 
 class MatrixSums(NamedTuple):
-    """FP64 sums over this rank's part of a parameter."""
+    """FP64 sums over this rank's part of a parameter: over each row, and over each column, of one matrix after another.
+
+    Both have one dimension.
+    """
 
     of_rows: Tensor
-    """Of shape (..., rows, 1)."""
     of_columns: Tensor
-    """Of shape (..., 1, columns)."""
+
+
+class _Additions(NamedTuple):
+    """The sums of tiles that add up to that over each row, or over each column, of all parameters.
+
+    Attributes:
+        places: where they are, those that are added one after the other.
+        counts: how many are added.
+        sizes: how many rows, or columns, each parameter has.
+    """
+
+    places: Tensor
+    counts: Tensor
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, of_params: list[Tensor], device: torch.device) -> _Additions:
+        """From the places for each parameter, of shape (rows or columns, sums)."""
+        places = torch.cat([part.reshape(-1) for part in of_params])
+        counts = torch.cat([torch.full(part.shape[:1], part.shape[1], device="cpu") for part in of_params])
+        return cls(places.to(device), counts.to(device), list(map(len, of_params)))
+
+    def add_up(self, sums: Tensor) -> Sequence[Tensor]:
+        """The sums over rows, or over columns, of each parameter; always added in the same order."""
+        return sum_by_entry(sums[self.places], self.counts).split(self.sizes)
 
 
 class MatrixTiles:
-    """The tiles of some parameters, but for those whose matrices are small.
+    """The tiles of some parameters, but for stacks of small matrices.
 
     Attributes:
-        table: int64 of shape (tiles, columns of `TILES_TABLE`) on the CPU.
-        row_sums: how many sums of a tile's rows there are.
-        column_sums: how many sums of a tile's columns there are.
+        table: int64 of shape (tiles, columns of `TILES_TABLE`).
 
     Args:
         shapes: of this rank's parts of the parameters.
         tile_rows: rows of a tile, at most.
+        device: of the tables.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], tile_rows: int) -> None:
-        self._shapes: dict[int, torch.Size] = {}
-        self._tile_rows = tile_rows
-        self.row_sums = self.column_sums = 0
+    def __init__(self, shapes: Sequence[torch.Size], tile_rows: int, device: torch.device) -> None:
+        self._positions: list[int] = []
+        self._row_sums = self._column_sums = 0
+        of_rows, of_columns = [], []
         tiles = []
         for k, shape in enumerate(shapes):
             matrices, rows, columns = _flat(shape)
-            if matrices == 0 or rows * columns < _SMALLEST:
+            if matrices * rows * columns == 0 or (matrices > 1 and rows * columns < _SMALLEST):
                 continue
-            self._shapes[k] = shape
+            self._positions.append(k)
             blocks, strips = -(-rows // tile_rows), -(-columns // TILE_COLUMNS)
             numbers = (torch.arange(count, device="cpu") for count in (matrices, blocks, strips))
             matrix, block, strip = (part.reshape(-1) for part in torch.meshgrid(*numbers, indexing="ij"))
@@ -61,34 +88,30 @@ class MatrixTiles:
                 "start": (matrix * rows + row) * columns + column,
                 "tile_rows": (rows - row).clamp(max=tile_rows),
                 "count": (columns - column).clamp(max=TILE_COLUMNS),
-                "first_row_sum": self.row_sums + (strip * matrices + matrix) * rows + row,
-                "first_column_sum": self.column_sums + (matrix * blocks + block) * columns + column,
+                "first_row_sum": self._row_sums + (strip * matrices + matrix) * rows + row,
+                "first_column_sum": self._column_sums + (matrix * blocks + block) * columns + column,
             }
             tiles.append(torch.stack([of_tiles[name] for name in TILES_TABLE], dim=1))
-            self.row_sums += strips * matrices * rows
-            self.column_sums += matrices * blocks * columns
-        self.table = torch.cat(tiles) if tiles else torch.empty(0, len(TILES_TABLE), dtype=torch.int64, device="cpu")
+            first, self._row_sums = self._row_sums, self._row_sums + strips * matrices * rows
+            of_rows.append(torch.arange(first, self._row_sums, device="cpu").view(strips, -1).T)
+            first, self._column_sums = self._column_sums, self._column_sums + matrices * blocks * columns
+            places = torch.arange(first, self._column_sums, device="cpu").view(matrices, blocks, columns)
+            of_columns.append(places.transpose(1, 2).reshape(-1, blocks))
+        self.table = torch.cat(tiles).to(device) if tiles else torch.empty(0, dtype=torch.int64, device=device)
+        self._additions = [_Additions.of(each, device) for each in (of_rows, of_columns) if each]
 
-    def empty_sums(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def empty_sums(self) -> tuple[Tensor, Tensor]:
         """Memory for the sums of all tiles, over rows and over columns; FP64."""
+        device = self.table.device
         row_sums, column_sums = (
-            torch.empty(count, dtype=torch.float64, device=device) for count in (self.row_sums, self.column_sums)
+            torch.empty(count, dtype=torch.float64, device=device) for count in (self._row_sums, self._column_sums)
         )
         return row_sums, column_sums
 
-    def add_up(self, row_sums: Tensor, column_sums: Tensor) -> dict[int, MatrixSums]:
-        """The sums by position of the parameter, from those of all tiles; always added in the same order."""
-        found = {}
-        for k, shape in self._shapes.items():
-            matrices, rows, columns = _flat(shape)
-            blocks, strips = -(-rows // self._tile_rows), -(-columns // TILE_COLUMNS)
-            of_rows, row_sums = row_sums.tensor_split([strips * matrices * rows])
-            of_columns, column_sums = column_sums.tensor_split([matrices * blocks * columns])
-            found[k] = MatrixSums(
-                of_rows.view(strips, matrices, rows).sum(0).view(*shape[:-1], 1),
-                of_columns.view(matrices, blocks, columns).sum(1).view(*shape[:-2], 1, columns),
-            )
-        return found
+    def add_up(self, *sums: Tensor) -> dict[int, MatrixSums]:
+        """The sums by position of the parameter, from those of all tiles over rows and over columns."""
+        of_params = (additions.add_up(each) for additions, each in zip(self._additions, sums, strict=False))
+        return dict(zip(self._positions, map(MatrixSums, *of_params), strict=True)) if self._positions else {}
 
 
 class MeanVectors:
@@ -101,6 +124,9 @@ class MeanVectors:
         for_columns: the same for columns.
         for_matrices: the same for matrices.
         rows_of_matrices: repeats a vector with a value for each matrix, so that it has one for each row.
+        matrices: the number of matrices of each parameter.
+        rows: the number of all their rows.
+        columns: the number of all their columns.
 
     Args:
         shapes: of this rank's parts of the parameters.
@@ -114,22 +140,16 @@ class MeanVectors:
             return partial(torch.repeat_interleave, repeats=counts.to(device), output_size=int(counts.sum()))
 
         self.for_rows, self.for_columns = repeat(matrices * rows), repeat(matrices * columns)
-        self.for_matrices, self.rows_of_matrices = repeat(matrices), repeat(rows.repeat_interleave(matrices))
-        self._row_shapes = [torch.Size((*shape[:-1], 1)) for shape in shapes]
-        self._column_shapes = [torch.Size((*shape[:-2], 1, shape[-1])) for shape in shapes]
+        of_each = rows.repeat_interleave(matrices)
+        self.for_matrices, self.rows_of_matrices = repeat(matrices), repeat(of_each)
+        self._rows_of_each = of_each.to(device)
+        self.matrices, self.rows, self.columns = (
+            counts.tolist() for counts in (matrices, matrices * rows, matrices * columns)
+        )
 
-    def of_rows(self, vector: Tensor) -> list[Tensor]:
-        """The parts of a vector of all rows: of shape (..., rows, 1) for each parameter."""
-        return _parts(vector, self._row_shapes)
-
-    def of_columns(self, vector: Tensor) -> list[Tensor]:
-        """The parts of a vector of all columns: of shape (..., 1, columns) for each parameter."""
-        return _parts(vector, self._column_shapes)
-
-
-def _parts(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    parts = vector.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    def sums_of_rows(self, vector: Tensor) -> Tensor:
+        """The sums over the rows of each matrix, in a vector with a value for each matrix."""
+        return sum_by_entry(vector, self._rows_of_each)
 
 
 def _flat(shape: torch.Size) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ class ParamEntry:
         weight: this rank's part of it, contiguous.
         states: this rank's part of each state of the parameter's shape, contiguous, by name and in the order of the
             spec.
-        means: this rank's part of the states that are means over rows or columns, contiguous, by name.
+        means: this rank's part of the states that are means over rows or columns, flat, by name.
         grad: this rank's part of the gradient, contiguous; None outside of a step, so that it is not kept alive.
         orthogonalized: the BF16 matrix that the algorithm made of the momentum, of the shape of `weight`; None except
             from when it is computed until the entry is stepped, and for other algorithms.

@@ -145,7 +145,7 @@ class StepPlan:
                 param=param,
                 weight=self._stepped(local_shard(param)),
                 states={tensor.state.name: self._stepped(parts[tensor.key]) for tensor in of_elements},
-                means={name: self._stepped(parts[name]) for name in means},
+                means={name: self._stepped(parts[name]).view(-1) for name in means},
             )
             entries_by_key[_GroupKey(specs[stored, dtypes, means], param.device, sharding_of(param))].append(entry)
             if former:

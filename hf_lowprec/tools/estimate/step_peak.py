@@ -59,8 +59,8 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
 class _StepOnMeta(EagerStep):
     def matrix_sums(self) -> dict[int, MatrixSums]:
         """Allocate what the `triton` backend does."""
-        tiles = MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS)
-        return tiles.add_up(*tiles.empty_sums(self.fused_group.device))
+        tiles = MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS, self.fused_group.device)
+        return tiles.add_up(*tiles.empty_sums())
 
 
 def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[Tensor], clipped: bool) -> FusedGroup:
@@ -80,7 +80,9 @@ def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[T
         named: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
         for tensor in state_tensors(optimizer, group, param):
             is_mean = tensor.state.mean_over is not None
-            named[is_mean][tensor.state.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            named[is_mean][tensor.state.name] = torch.empty(
+                tensor.shape.numel() if is_mean else tensor.shape, dtype=tensor.dtype, device="meta"
+            )
         state = {"step": torch.tensor(0)}
         entries.append(ParamEntry(number, group, state, weight, weight, named[False], named[True], grad=grad))
     fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)

@@ -83,10 +83,10 @@ class NativeStep(BackendStep):
         return sum_by_entry(sums, self._chunks_per_entry)
 
     def matrix_sums(self) -> dict[int, MatrixSums]:
-        """The sums of `spec.factored` over rows and columns, by position of the entry, but for small matrices."""
+        """The sums of `spec.factored` over rows and columns, by position of the entry, but for stacks of small ones."""
         group, tiles = self.fused_group, self._tiles
         scalars = group.all_scalars(group.scalars)
-        row_sums, column_sums = tiles.empty_sums(group.device)
+        row_sums, column_sums = tiles.empty_sums()
         tables = (tiles.table, group.pointers(), scalars, row_sums, column_sums)
         self._kernel.matrix_sum(len(tiles.table), *map(Tensor.data_ptr, tables), torch.get_num_threads())
         return tiles.add_up(row_sums, column_sums)
@@ -100,7 +100,7 @@ class NativeStep(BackendStep):
 
     @cached_property
     def _tiles(self) -> MatrixTiles:
-        return MatrixTiles([weight.shape for weight in self.fused_group.weights], _TILE_ROWS)
+        return MatrixTiles([weight.shape for weight in self.fused_group.weights], _TILE_ROWS, self.fused_group.device)
 
     @cached_property
     def _chunks_per_entry(self) -> Tensor:

@@ -158,21 +158,19 @@ class TritonStep(BackendStep):
         return sum_by_entry(sums, self._tables.chunks_per_entry)
 
     def matrix_sums(self) -> dict[int, MatrixSums]:
-        """The sums of `spec.factored` over rows and columns, by position of the entry, but for small matrices."""
-        (tiles, table), group = self._tiles, self.fused_group
-        row_sums, column_sums = tiles.empty_sums(group.device)
-        if len(table) > 0:
+        """The sums of `spec.factored` over rows and columns, by position of the entry, but for stacks of small ones."""
+        tiles, group = self._tiles, self.fused_group
+        row_sums, column_sums = tiles.empty_sums()
+        if len(tiles.table) > 0:
             tables = self._tables.of_step()
             with _on(group.device):
-                arguments = (table, tables.pointers, group.all_scalars(tables.scalars), row_sums, column_sums)
-                self._matrix_sum_kernel[(len(table),)](*arguments, **self._options.matrix_sum)
+                arguments = (tiles.table, tables.pointers, group.all_scalars(tables.scalars), row_sums, column_sums)
+                self._matrix_sum_kernel[(len(tiles.table),)](*arguments, **self._options.matrix_sum)
         return tiles.add_up(row_sums, column_sums)
 
     @cached_property
-    def _tiles(self) -> tuple[MatrixTiles, Tensor]:
-        """The tiles, and their table on the device."""
-        tiles = MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS)
-        return tiles, tiles.table.to(self.fused_group.device)
+    def _tiles(self) -> MatrixTiles:
+        return MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS, self.fused_group.device)
 
     def release_tables(self) -> None:
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""
