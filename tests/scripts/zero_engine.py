@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,7 +177,7 @@ def check_stock(folder: str, stage: int) -> None:
 def check_files(folder: str, stage: int) -> None:
     """No file is run, or missing without being named, and `latest` names nothing else. Nothing changes then."""
     engine, checkpoint, marker = engine_of(stage, "split"), Path(folder, "checkpoint"), Path(folder, "marker")
-    engine.save_checkpoint(str(checkpoint))
+    engine.save_checkpoint(str(checkpoint), client_state={"rng": np.random.get_state(), "sum": np.ones(2).sum()})
     engine.save_checkpoint(f"{folder}/evil")
     before, latest = contents(engine), checkpoint / "latest"
     cases = [(latest, lambda path: path.write_text("../evil"), "'../evil', which is outside of")]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -236,8 +237,10 @@ SAVED_OPTIMIZER = {False: "base_optimizer_state", True: "optimizer_state_dict"}
 """The key of the state dict of the optimizer that it steps."""
 
 
-SAVED_CLASSES = (fragment_address, LossScaler, ZeroStageEnum)
-"""The classes whose objects ZeRO optimizers save."""
+_OF_ARRAYS = (np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"))
+_MAKE_ARRAYS = (np.zeros(0).__reduce__()[0], np.float64().__reduce__()[0])
+SAVED_CLASSES = (fragment_address, LossScaler, ZeroStageEnum, *_OF_ARRAYS, *_MAKE_ARRAYS)
+"""What pickles of DeepSpeed name besides tensors: classes of ZeRO optimizers, and arrays of data samplers and users."""
 
 
 def saved_by(saved: dict[str, Any]) -> tuple[int, int]:
