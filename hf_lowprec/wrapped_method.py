@@ -6,18 +6,24 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 _WRAPPERS = "_hf_lowprec_wrappers"
-"""The attribute of an instance that holds its `_Wrappers`, and of the methods of classes that call them."""
+"""The attribute of an instance that holds its `_Wrappers`."""
+_ORIGINAL = "_hf_lowprec_original"
+"""The attribute of a class's method that calls the wrappers of its instance: the method that it stands for.
+
+Not `__wrapped__`: accelerate follows that to take off its autocast, and would take off the wrappers as well.
+"""
 
 
 def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
     """Replace `owner.name` by `wrapper(original, *args, **kwargs)`; for a method, `args` begin with the instance.
 
-    An instance is still freed with its last reference, since its wrapped method does not refer to it. It can be
-    pickled if `wrapper` can.
+    An instance is still freed with its last reference, since its wrapped method does not refer to it. Copies of it have
+    the wrapper too, and call it with themselves. It can be pickled if `wrapper` can. In place of a method, it may have
+    a property, whose getter is wrapped.
     """
     if not isinstance(owner, type | ModuleType):
         _wrap_method_of_instance(owner, name, wrapper)
@@ -33,16 +39,30 @@ def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
     setattr(owner, name, kind(call) if kind else call)
 
 
-def is_wrapped(instance: object, name: str, wrapper: Callable) -> bool:
-    """Return whether `wrap_method` was called with these arguments for an instance, or for what it is a copy of."""
-    return any(wrapper in found for (_, method), found in vars(instance).get(_WRAPPERS, {}).items() if method == name)
+def original_method(method: Any) -> Any:
+    """The method of a class that calls no wrappers, if `method` calls those of an instance; else `method` itself."""
+    return getattr(method, _ORIGINAL, method)
+
+
+def wrap_once(instance: object, name: str, wrapper: Callable) -> bool:
+    """`wrap_method`, unless it was called with these arguments for an instance, or for what it is a copy of.
+
+    Returns:
+        Whether it was not.
+    """
+    is_new = _key(instance, name, wrapper) is None
+    if is_new:
+        wrap_method(instance, name, wrapper)
+    return is_new
 
 
 def unwrap_method(instance: object, name: str, wrapper: Callable) -> None:
-    """Undo `wrap_method` with these arguments, which were those of its last call for this method."""
+    """Undo `wrap_method` with these arguments, if it was called, and was the last call for this method."""
+    key = _key(instance, name, wrapper)
+    if key is None:
+        return
     attributes = vars(instance)
     wrappers = _Wrappers(attributes.pop(_WRAPPERS))
-    key = next(key for key, found in wrappers.items() if key[1] == name and wrapper in found)
     remaining = tuple(other for other in wrappers.pop(key) if other is not wrapper)
     first = remaining[0] if remaining else None
     if len(remaining) == 1 and isinstance(first, functools.partial) and first.func is _call_attribute:
@@ -69,6 +89,12 @@ def temporarily_wrapped(owner: object, name: str, wrapper: Callable) -> Iterator
                 delattr(owner, attribute)
 
 
+def _key(instance: object, name: str, wrapper: Callable) -> tuple[type, str] | None:
+    """The key under which the `_Wrappers` of an instance have a wrapper of this method; None if they do not."""
+    wrappers: _Wrappers = vars(instance).get(_WRAPPERS, _Wrappers())
+    return next((key for key, found in wrappers.items() if key[1] == name and wrapper in found), None)
+
+
 class _Wrappers(dict[tuple[type, str], tuple[Callable, ...]]):
     """The wrappers of the methods of an instance, by the class that has the method and its name, innermost first."""
 
@@ -85,10 +111,21 @@ def _unpickled(wrappers: dict[tuple[type, str], tuple[Callable, ...]]) -> _Wrapp
 def _wrap_method_of_instance(instance: object, name: str, wrapper: Callable) -> None:
     attributes = vars(instance)
     cls = next(cls for cls in type(instance).__mro__ if name in vars(cls))
-    _call_wrappers(cls, name)
+    original = _call_wrappers(cls, name)
+
+    def is_own(value: Any) -> bool:
+        is_bound = isinstance(value, MethodType) and value.__self__ is instance
+        return is_bound and original_method(value.__func__) is original
+
+    if is_own(attributes.get(name)):
+        del attributes[name]  # which would make copies of the instance call this one
+    # Accelerate's hooks replace `forward`, call the method that they have kept, and put it back when they are removed.
+    kept = [attribute for attribute, value in attributes.items() if is_own(value)]
+    is_hidden = name in attributes and not (kept and is_own(inspect.unwrap(attributes[name], stop=is_own)))
+    attributes |= {attribute: MethodType(vars(cls)[name], instance) for attribute in kept}
     wrappers = attributes.get(_WRAPPERS, _Wrappers())
     of_method = wrappers.get((cls, name), ())
-    if name in attributes:  # it hides the method of the class
+    if is_hidden:
         of_method = (functools.partial(_call_attribute, attributes.pop(name)),)
     attributes[_WRAPPERS] = _Wrappers({**wrappers, (cls, name): (*of_method, wrapper)})
 
@@ -97,11 +134,16 @@ def _call_attribute(attribute: Callable, original: Callable, instance: object, *
     return attribute(*args, **kwargs)
 
 
-def _call_wrappers(cls: type, name: str) -> None:
-    """Let a method of a class call the wrappers that its instance has for it. Calling it again has no effect."""
-    original = getattr(cls, name)
-    if hasattr(original, _WRAPPERS):
-        return
+def _call_wrappers(cls: type, name: str) -> Callable:
+    """Let a method of a class call the wrappers that its instance has for it. Calling it again has no effect.
+
+    Returns:
+        The method, or the getter of the property, as it was before the first call.
+    """
+    replaced = getattr(cls, name)
+    original: Any = replaced.fget if isinstance(replaced, property) else replaced
+    if hasattr(original, _ORIGINAL):
+        return original_method(original)
 
     @functools.wraps(original)
     def call(instance: object, *args: Any, **kwargs: Any) -> Any:
@@ -110,5 +152,7 @@ def _call_wrappers(cls: type, name: str) -> None:
             method = functools.partial(wrapper, method)
         return method(instance, *args, **kwargs)
 
-    setattr(call, _WRAPPERS, True)
-    setattr(cls, name, call)
+    del call.__wrapped__
+    vars(call).update({"__signature__": inspect.signature(original), _ORIGINAL: original})
+    setattr(cls, name, replaced.getter(call) if isinstance(replaced, property) else call)
+    return original

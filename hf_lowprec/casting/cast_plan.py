@@ -26,6 +26,7 @@ from hf_lowprec.casting.fp32_rules.norms import norms
 from hf_lowprec.casting.fp32_rules.rotary import rotary_embeddings
 from hf_lowprec.casting.fp32_rules.routers import router_biases
 from hf_lowprec.casting.hooks.hook_placement import (
+    NOT_CALLED,
     NOT_NAMED,
     HookKind,
     HookPlan,
@@ -37,7 +38,6 @@ from hf_lowprec.casting.hooks.hook_placement import (
     kept_modules_with_hooks,
     loss_function_hooks,
     loss_warning_hooks,
-    models_calling_loss_function,
     output_heads,
     torch_loss_hooks,
 )
@@ -118,14 +118,15 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     heads = output_heads(tree, parts, dtype)
     loss_modules = [name for name in hooked if is_loss(tree.modules[name])]
     hooks = plan_hooks(tree, parts, hooked, heads, dtype)
-    torch_losses = [hook.module for hook in hooks if hook.kind == "torch losses in FP32" and hook.reason != NOT_NAMED]
+    loss_kinds = ("loss function in FP32", "torch losses in FP32")
+    named = [hook.module for hook in hooks if hook.kind in loss_kinds and hook.reason not in (NOT_CALLED, NOT_NAMED)]
     return CastPlan(
         dtype,
         tensors,
         hooks=hooks,
         kept=kept,
         heads=tuple(name for name in hooked if name in heads.names),
-        losses=(*loss_modules, *models_calling_loss_function(tree), *torch_losses),
+        losses=(*loss_modules, *named),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import Entry
+from hf_lowprec.rounding.low_bits import note_loading
 
 _ATTRIBUTE = "_low_precision_cast"
 PREPARED_UNCAST: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -43,11 +44,15 @@ def earlier_entries(model: nn.Module) -> tuple[Entry, ...]:
 
 
 def set_marks(model: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[Entry]) -> None:
-    """Mark every module of a model as cast, and the model itself with its entries of `keep_fp32`."""
+    """Mark every module of a model as cast, and the model itself with its entries of `keep_fp32`.
+
+    The modules note when `load_state_dict` gives them other weights than the low bits in an optimizer belong to.
+    """
     entries = tuple(dict.fromkeys((*earlier_entries(model), *keep_fp32)))
     for module in model.modules():
         if _ATTRIBUTE not in vars(module):
             setattr(module, _ATTRIBUTE, CastMark(dtype))
+            module.register_load_state_dict_pre_hook(note_loading)
     setattr(model, _ATTRIBUTE, CastMark(dtype, entries))
 
 

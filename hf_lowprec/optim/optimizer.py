@@ -25,6 +25,7 @@ from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
+from hf_lowprec.optim.state.low_bits import reset_low_bits_of_other_weights
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
@@ -36,6 +37,10 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
+from hf_lowprec.rounding.low_bits import low_bits_to_save, restore_saved_low_bits
+
+_LOW_BITS = "low_bits"
+"""The key of a pickled optimizer that holds the low bits kept with its parameters, which have not been stepped yet."""
 
 
 class LowPrecisionOptimizer(Algorithm):
@@ -317,6 +322,7 @@ class LowPrecisionOptimizer(Algorithm):
 
     def _check_groups(self) -> None:
         self._spell_out_modes()
+        reset_low_bits_of_other_weights(self)
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
 
@@ -568,13 +574,18 @@ class LowPrecisionOptimizer(Algorithm):
         return {
             **super().__getstate__(),
             **norm_before,
+            # torch leaves out the attributes of a parameter when it is copied deeply.
+            _LOW_BITS: [*map(low_bits_to_save, params_of(self))],
             "skipped_before": self.skipped_steps,
             **{name: getattr(self, name) for name in (*arguments.EXECUTION_ARGUMENTS, "grad_norm")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        norm_before = state.pop(NORM_BEFORE, 0.0)
+        norm_before, low_bits = state.pop(NORM_BEFORE, 0.0), state.pop(_LOW_BITS, ())
         super().__setstate__(state)
+        for param, kept in zip(params_of(self), low_bits, strict=False):
+            if kept is not None:
+                restore_saved_low_bits(param, kept)
         self._forget_plan()
         self._stepped_parts = False
         vars(self).setdefault("before_part", [])

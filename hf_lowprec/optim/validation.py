@@ -114,7 +114,8 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # never wait for a device in a step
         check_range("lr", group["lr"], least_lr)
-    for name, default in _booleans_and_tuples(optimizer).items():
+    cls: Any = type(optimizer)
+    for name, default in _booleans_and_tuples(cls).items():
         if isinstance(default, bool) and name in group:
             check_boolean(name, group[name], where)
         if isinstance(default, tuple) and name in group:
@@ -125,14 +126,9 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     _check_8_bits(group, states, where)
 
 
-def _booleans_and_tuples(optimizer: Algorithm) -> dict[str, bool | tuple[Any, ...]]:
-    """The defaults of an optimizer's keywords and flags that are booleans or tuples; flags count as booleans."""
-    cls: Any = type(optimizer)
-    return _booleans_and_tuples_of(cls)
-
-
 @functools.cache
-def _booleans_and_tuples_of(cls: Any) -> dict[str, bool | tuple[Any, ...]]:
+def _booleans_and_tuples(cls: Any) -> dict[str, bool | tuple[Any, ...]]:
+    """The defaults of a class's keywords and flags that are booleans or tuples; flags count as booleans."""
     defaults = {**keywords(cls), **dict.fromkeys(cls.flags, True)}
     return {name: default for name, default in defaults.items() if isinstance(default, bool | tuple)}
 

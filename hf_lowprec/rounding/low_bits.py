@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_lowprec.rounding.nearest import LOW_PRECISION_DTYPES, round_nearest
 from hf_lowprec.rounding.split import join, split
@@ -143,6 +144,8 @@ def set_low_bits(param: Tensor, low_bits: Tensor) -> None:
         low_bits: int16 or BF16 (see above), of the shape of `param`; of this rank's shard for a DTensor.
     """
     setattr(param, _ATTRIBUTE, _LowBits(low_bits, _checksum(param)))
+    if id(param) in LOADED:
+        low_bits_belong(param)
 
 
 def low_bits(param: Tensor) -> Tensor | None:
@@ -162,6 +165,34 @@ def low_bits(param: Tensor) -> Tensor | None:
 def drop_low_bits(param: Tensor) -> None:
     """Forget the low bits kept for `param`, if there are any."""
     vars(param).pop(_ATTRIBUTE, None)
+    vars(param).pop(_BEFORE_LOADING, None)
+    LOADED.pop(id(param), None)
+
+
+_BEFORE_LOADING = "_weights_before_loading"
+"""The attribute of a parameter whose low bits are in an optimizer: None, or the checksum of the weights that they
+belong to, while `load_state_dict` may have replaced these."""
+LOADED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""The parameters with such a checksum, by identity."""
+
+
+def low_bits_belong(param: Tensor) -> None:
+    """Note that an optimizer has low bits of the weights that `param` has now."""
+    setattr(param, _BEFORE_LOADING, None)
+    LOADED.pop(id(param), None)
+
+
+def note_loading(module: nn.Module, *_: Any) -> None:
+    """Pre-hook of `load_state_dict`: note which weights the low bits of the parameters of `module` belong to."""
+    for param in module.parameters(recurse=False):
+        if vars(param).get(_BEFORE_LOADING, ()) is None and param.dtype in LOW_PRECISION_DTYPES:
+            setattr(param, _BEFORE_LOADING, _checksum(param))
+            LOADED[id(param)] = param
+
+
+def has_other_weights(param: Tensor) -> bool:
+    """Return whether `load_state_dict` has given `param` other weights than the low bits in its optimizer belong to."""
+    return id(param) in LOADED and getattr(param, _BEFORE_LOADING) != _checksum(param)
 
 
 def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:

@@ -57,21 +57,36 @@ def test_a_custom_model(caplog: pytest.LogCaptureFixture, in_tuple: bool) -> Non
     assert len(said(caplog)) == 1
 
 
-def test_what_the_warning_asks_for(caplog: pytest.LogCaptureFixture) -> None:
-    for build in (tiny_models.bert, lambda: (OwnLoss(True), {"x": torch.ones(2, 4)})):
-        for prepare in (hf_lowprec.return_float32, prepare_accelerator):
-            model, batch = build()
-            cast_model(model)
-            prepare(model)
-            model(**batch)
-            assert not said(caplog), prepare
-
-
-def prepare_accelerator(model: nn.Module) -> None:
+def prepared(model: nn.Module) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     hf_lowprec.prepare_accelerator(accelerator)
     assert accelerator.prepare(model) is model
+    return accelerator
+
+
+@pytest.mark.parametrize("prepare", [hf_lowprec.return_float32, prepared])
+def test_what_the_warning_asks_for(caplog: pytest.LogCaptureFixture, prepare: Any) -> None:
+    for build in (tiny_models.bert, lambda: (OwnLoss(True), {"x": torch.ones(2, 4)})):
+        assert not said(caplog)
+        model, batch = build()
+        cast_model(model)
+        prepare(model)
+        cast_model(model)
+        model(**batch)
+    (text,) = said(caplog)  # what its code has rounded is not exact in FP32
+    assert "OwnLoss computes its loss in bfloat16. For FP32, use torch's loss functions there" in text
+
+
+def test_a_loss_of_what_a_model_has_computed(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    cast_model(model)
+    accelerator = prepared(model)
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    assert not said(caplog)
+    accelerator.backward(model[0](torch.ones(2, 4, dtype=BF16)).square().mean())
+    (text,) = said(caplog)
+    assert "the training step computes its loss in bfloat16. For FP32, compute it of FP32 predictions" in text
 
 
 def test_what_is_no_16_bit_loss_in_training(caplog: pytest.LogCaptureFixture) -> None:

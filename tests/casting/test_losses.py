@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.hooks.loss_hooks import Fp32Loss
 from tests.support.models import tiny_models
-from tests.support.models.inspection import BF16, FP32, gradient_dtypes
+from tests.support.models.inspection import BF16, COPIES, FP32, copy_of, gradient_dtypes
 from tests.support.training.tiny_trainer import llama
 
 
@@ -106,19 +106,6 @@ class TestLossFunctions:
         assert outputs.logits.dtype == BF16 and outputs.loss.dtype == FP32
         assert torch.equal(outputs.loss, expected)
 
-    def test_of_the_users_own(self) -> None:
-        seen: list[torch.dtype] = []
-
-        def own(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-            seen.append(logits.dtype)
-            return logits.square().mean()
-
-        model, batch = tiny_models.llama()
-        model.loss_function = own
-        cast_model(model)
-        model(**batch).loss.backward()
-        assert seen == [FP32]
-
     def test_parts_without_a_loss_have_none(self) -> None:
         model, _ = tiny_models.llama()
         assert cast_model(model).losses == ("",)
@@ -135,7 +122,23 @@ def test_a_loss_module_that_was_assigned_is_no_obstacle() -> None:
 
 
 def summed(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    assert logits.dtype == FP32
     return logits.sum()
+
+
+@pytest.mark.parametrize("through", [None, *COPIES])
+def test_a_loss_function_that_is_chosen_after_the_cast(through: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = llama(), torch.arange(1, 9)[None]
+    cast_model(model)
+    model = model if through is None else copy_of(model, through)
+    logits = model(input_ids=tokens).logits.float()
+    monkeypatch.setitem(LOSS_MAPPING, "Sum", summed)
+    model.loss_type = "Sum"
+    assert torch.equal(model(input_ids=tokens, labels=tokens).loss, logits.sum())
+    monkeypatch.setitem(LOSS_MAPPING, "Sum", lambda logits, labels, **kwargs: 2 * summed(logits, labels))
+    assert torch.equal(model(input_ids=tokens, labels=tokens).loss, 2 * logits.sum())
+    model.loss_function = summed
+    assert torch.equal(model(input_ids=tokens, labels=tokens).loss, logits.sum())
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -143,10 +146,8 @@ def test_uncast_takes_the_loss_back(own: bool) -> None:
     model = llama()
     if own:
         model.loss_function = summed
+    before = model.loss_function
     cast_model(model)
-    assert isinstance(model.loss_function, Fp32Loss)
+    assert model.loss_function is not before
     uncast_model(model)
-    assert not isinstance(model.loss_function, Fp32Loss)
-    assert (model.loss_function is summed) == own
-    model.loss_type = "ForSequenceClassification"
-    assert (model.loss_function is summed) == own  # the class chooses again
+    assert model.loss_function is before

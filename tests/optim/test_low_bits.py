@@ -10,7 +10,8 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec import AdamW, fp32_state_dict
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.optim.state.low_bits import low_bits_state
+from hf_lowprec.rounding.low_bits import fp32_value, low_bits
 from tests.support.optim.every_optimizer import BF16, FP16, OPTIONS, build, every_algorithm
 
 SHAPES = [(40, 25), (257,), ()]
@@ -43,8 +44,7 @@ def estimates(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> lis
 
 def low_bits_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
     """The compensation or remainder of a parameter."""
-    (name,) = {"compensation", "remainder"} & optimizer.state[param].keys()
-    return optimizer.state[param][name]
+    return low_bits_state(optimizer.state[param])
 
 
 def contents(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ def test_weights_of_any_memory_format(memory, rounding):
 STEPS = range(1, 6)
 
 
-@pytest.mark.parametrize("way", ["torch.save", "pickled"])
+@pytest.mark.parametrize("way", ["torch.save", "pickled", "copied"])
 @pytest.mark.parametrize("saved_at", [0, 1, 3])
 @pytest.mark.parametrize("rounding", PAIRED)
 def test_training_resumes_bit_for_bit(way, saved_at, rounding):
@@ -115,7 +115,9 @@ def test_training_resumes_bit_for_bit(way, saved_at, rounding):
     _, params = model()
     optimizer = AdamW(params, lr=1e-3, rounding=rounding)
     train(optimizer, STEPS[:saved_at])
-    if way == "pickled":
+    if way == "copied":
+        resumed, other = copy.deepcopy((params, optimizer))
+    elif way == "pickled":
         resumed, other = pickle.loads(pickle.dumps((params, optimizer)))
     else:
         buffer = io.BytesIO()
@@ -176,18 +178,66 @@ def test_modes_without_a_compensation_drop_low_bits(rounding):
     assert same(estimates(params, optimizer), [param.float() for param in params])
 
 
-def test_what_a_state_dict_says_of_a_dither_is_not_used():
-    """Some state dicts of this format mark parameters or name a random stream. Low bits are taken as they are."""
+def load(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    module.load_state_dict(copy.deepcopy(values))
+
+
+def swap_and_back(params: nn.ParameterList, optimizer: torch.optim.Optimizer, other: nn.ParameterList) -> None:
+    """As for an evaluation with averaged weights; the FP32 estimates follow."""
+    own, exact = copy.deepcopy(params.state_dict()), estimates(params, optimizer)
+    load(params, other.state_dict())
+    assert same(estimates(params, optimizer), [weight.float() for weight in other])
+    load(params, own)
+    assert same(estimates(params, optimizer), exact)
+
+
+REPLACED = {
+    "other weights": (lambda params, optimizer, other, saved: load(params, other.state_dict()), "zero"),
+    "in FP32": (
+        lambda params, optimizer, other, saved: load(params, {k: v.float() for k, v in other.state_dict().items()}),
+        "zero",
+    ),
+    "of a part": (
+        lambda params, optimizer, other, saved: load(
+            nn.ModuleDict({"part": params}), {f"part.{k}": v for k, v in other.state_dict().items()}
+        ),
+        "zero",
+    ),
+    "the same": (lambda params, optimizer, other, saved: load(params, params.state_dict()), "kept"),
+    "there and back": (lambda params, optimizer, other, saved: swap_and_back(params, optimizer, other), "kept"),
+    "checkpoint, weights first": (
+        lambda params, optimizer, other, saved: (load(params, saved[0]), optimizer.load_state_dict(saved[1])),
+        "of the checkpoint",
+    ),
+    "checkpoint, optimizer first": (
+        lambda params, optimizer, other, saved: (optimizer.load_state_dict(saved[1]), load(params, saved[0])),
+        "of the checkpoint",
+    ),
+    "clamped in place": (
+        lambda params, optimizer, other, saved: [param.data.clamp_(-1, 1) for param in params],
+        "kept",
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_release": True}], ids=str)
+@pytest.mark.parametrize("rounding", PAIRED)
+@pytest.mark.parametrize("way", REPLACED)
+def test_weights_that_are_loaded_between_steps(way, rounding, options):
+    """Low bits of the former weights do not belong to them."""
     _, params = model()
-    source = AdamW(params, lr=1e-3)
-    params[0].grad = torch.ones_like(params[0])
-    source.step()
-    saved = copy.deepcopy(source.state_dict())
-    group = saved["param_groups"][0]
-    group["state_rounding"] = group["state_rounding"].replace("{", '{"dithered": "100", ', 1)
-    saved["low_bits"][1]["dither_stream"] = [5, 1]
-    _, resumed = model(seed=1)
-    target = AdamW(resumed, lr=1e-3)
-    target.load_state_dict(saved)
-    resumed.load_state_dict(params.state_dict())
-    assert same(estimates(params, source), estimates(resumed, target))
+    optimizer, held, saved = AdamW(params, lr=1e-3, rounding=rounding, **options), {}, None
+    for when in ("of the checkpoint", "kept"):
+        train(optimizer, STEPS)
+        held[when] = [low_bits_of(optimizer, param).clone() for param in params]
+        saved = saved or copy.deepcopy((params.state_dict(), optimizer.state_dict()))
+    replace, found = REPLACED[way]
+    replace(params, optimizer, model(seed=1)[1], saved)
+    exact = [param.float() for param in params]
+    if found in held:
+        exact = [fp32_value(param.detach(), bits) for param, bits in zip(params, held[found], strict=True)]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(optimizer, range(1))
+    stepped = estimates(params, optimizer)
+    assert same(stepped, exact) if rounding == "split" else close(stepped, exact)

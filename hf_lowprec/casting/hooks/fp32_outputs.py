@@ -30,13 +30,13 @@ def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
     FP32 copies, except in caches. The loss is FP32 as well, even in models that compute it in `forward`.
 
     Trainer (with one of our `optim=` names) and `prepare_accelerator` call this automatically. A second call changes
-    nothing.
+    nothing, but `next_to_loss=True` takes precedence.
 
     Args:
         model: a model that `cast_model` has cast, or that contains one; changed in place. If you pass a submodule, it
             returns FP32 to the rest of the model too.
         next_to_loss: whether to copy outputs even in training calls that return a loss, at 4 bytes per logit. Trainer
-            does not if its own `compute_loss` uses only the loss.
+            does not if its `compute_loss` and `training_step` use only the loss.
 
     Raises:
         ValueError: neither the model nor anything in it was cast.

@@ -19,7 +19,7 @@ from hf_lowprec.casting.fp32_rules.listed_classes import (
 from hf_lowprec.casting.fp32_rules.losses import is_loss, modules_with_torch_losses
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
 from hf_lowprec.casting.hooks.forward_code import is_code_of_a_library, is_code_of_transformers, names_in_forward
-from hf_lowprec.casting.hooks.loss_hooks import calls_loss_function, has_loss_function
+from hf_lowprec.casting.hooks.loss_hooks import has_loss_function
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, output_embeddings
 from hf_lowprec.casting.module_tree import ModuleTree
 
@@ -34,8 +34,8 @@ HookKind = Literal[
 ]
 
 
-NOT_NAMED = "the model's own code"
-"""The reason for a hook of losses that `forward` does not name, if there are any."""
+NOT_CALLED, NOT_NAMED = "not called in forward", "the model's own code"
+"""The reasons for hooks of losses that `forward` does not name, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,8 @@ def loss_function_hooks(tree: ModuleTree) -> Iterator[HookPlan]:
     """Models with a `loss_function`, as transformers has it, compute it in FP32."""
     for name, module in tree.modules.items():
         if has_loss_function(module):
-            calls_it = calls_loss_function(module)
-            yield HookPlan(name, "loss function in FP32", "called in forward" if calls_it else "not called in forward")
-
-
-def models_calling_loss_function(tree: ModuleTree) -> list[str]:
-    """The models whose `forward` calls the `loss_function`: their losses are FP32."""
-    return [name for name, module in tree.modules.items() if has_loss_function(module) and calls_loss_function(module)]
+            calls_it = "loss_function" in names_in_forward(module)
+            yield HookPlan(name, "loss function in FP32", "called in forward" if calls_it else NOT_CALLED)
 
 
 def fp32_result_hooks(tree: ModuleTree, parts: Fp32Parts) -> Iterator[HookPlan]:

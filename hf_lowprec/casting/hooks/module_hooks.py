@@ -93,6 +93,8 @@ def install_output_upcast(module: nn.Module) -> bool:
 
 def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
     """Make a model return FP32 to the code that calls it; with `next_to_loss`, even if it also returns a loss."""
+    if next_to_loss:
+        remove_hooks(model, lambda hook: hook is upcast_model_outputs_without_loss)
     if returns_float32(model):
         return
     # Last, after the hooks that round outputs.

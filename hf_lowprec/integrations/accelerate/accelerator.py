@@ -26,6 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.cast import runs_under_autocast
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
+from hf_lowprec.casting.hooks.module_hooks import returns_float32
+from hf_lowprec.casting.module_tree import compiled_module
+from hf_lowprec.casting.notices.loss_warning import warn_if_in_16_bits
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
 from hf_lowprec.integrations.accelerate.unsupported import (
@@ -288,7 +291,7 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
 def _return_float32_if_cast(model: nn.Module) -> None:
     """Make a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
     if cast_dtypes(model):
-        return_float32(model)
+        return_float32(model, next_to_loss=not returns_float32(compiled_module(model)))
 
 
 def _describe_saved_state(accelerator: Accelerator, models: list[nn.Module], weights: Any, folder: str) -> None:
@@ -462,12 +465,13 @@ class _BeforeOverrides(Accelerator):
         return prepared
 
     @functools.wraps(Accelerator.backward)
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.backward`: accumulate the gradients of all parameters that are trainable by now."""
+    def backward(self, loss: Any, **kwargs: Any) -> Any:
+        """`Accelerator.backward`: warn of a 16-bit loss; accumulate the gradients of all that is trainable by now."""
+        warn_if_in_16_bits(loss, "the training step", "compute it of FP32 predictions: predictions.float()")
         with ExitStack() as stack:
             for accumulator in self._hf_lowprec[0].accumulators:
                 stack.enter_context(accumulator.active())
-            return super().backward(*args, **kwargs)
+            return super().backward(loss, **kwargs)
 
     @functools.wraps(Accelerator.save_state)
     def save_state(self, *args: Any, **kwargs: Any) -> Any:

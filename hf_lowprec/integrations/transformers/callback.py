@@ -28,7 +28,7 @@ from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.low_bits import is_cut, keep_low_bits, reset_outdated_compensations
+from hf_lowprec.optim.state.low_bits import keep_low_bits, reset_low_bits_of_other_weights
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
@@ -53,7 +53,8 @@ class LowPrecisionCallback(TrainerCallback):
     in Trainer's constructor, before it is moved to the device.
 
     If one of our optimizers trains 16-bit weights, every training log gets `lost_updates`: the share of that step's
-    weight changes that was lost in rounding, from 0 (none) to 1 (all). Where it is clearly above 0 for a part of the
+    weight changes that was lost in rounding, from 0 (none) to 1 (all), unless chance makes it meaningless, as where
+    stochastic rounding meets learning rates near zero. Where it is clearly above 0 for a part of the
     model, the log says so by part, as in `lost_updates/attention`. Where something else is lost, the log also gets
     `lost_second_moment` and `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight
     decay, and `norms_never_moved`, the share of norm weights that have not changed since training began. If one of
@@ -285,10 +286,9 @@ class LowPrecisionCallback(TrainerCallback):
             return
         if isinstance(optimizer, ScheduleFreeAdamW):
             optimizer.eval()
-        if not best:
+        if not (best and reset_low_bits_of_other_weights(optimizer)):
             keep_low_bits(optimizer)
-        # DeepSpeed loads states together with weights.
-        elif not is_cut(optimizer) and reset_outdated_compensations(optimizer) and state.is_world_process_zero:
+        elif state.is_world_process_zero:
             logger.warning(
                 "hf_lowprec: the best weights, of %s, were loaded as they are stored, in 16 bits, since this run could "
                 "not read their compensations or remainders. `hf-lowprec export %s FOLDER` writes the FP32 weights, if "
@@ -330,15 +330,13 @@ def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
     """The numbers for Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
 
-    `lost_updates` comes with its standard error if that is too large to tell whether more than half is lost, and is
-    also there for each part of the model that has lost some.
+    `lost_updates` is left out if three standard errors are more than itself and more than a half: it says nothing then.
+    It is also there for each part of the model that has lost some.
     """
     whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
     parts = {f"{LOST_UPDATES}/{kind}": values for kind, values in precision.by_kind.items() if kind != ALL}
-    numbers = {LOST_UPDATES: whole[LOST_UPDATES]} if LOST_UPDATES in whole else {}
-    error = whole.get(f"{LOST_UPDATES}_error", 0.0)
-    if STANDARD_ERRORS * error > LOST:
-        numbers[f"{LOST_UPDATES}_error"] = error
+    lost, uncertainty = whole.get(LOST_UPDATES), STANDARD_ERRORS * whole.get(f"{LOST_UPDATES}_error", 0.0)
+    numbers = {} if lost is None or uncertainty > max(lost, LOST) else {LOST_UPDATES: lost}
     numbers |= {
         name: values[LOST_UPDATES] for name, values in parts.items() if is_lost(values, LOST_UPDATES, more_than=0.0)
     }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import logging
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from hf_lowprec.casting import cast_model
+from hf_lowprec.casting import cast_model, return_float32
+from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.transformers import private_apis
@@ -37,8 +38,6 @@ from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
-logger = logging.getLogger(__name__)
-
 
 def build(call: TrainerCall) -> None:
     """`Trainer.__init__`: add the callback, prepare the accelerator, cast the model before it is moved or wrapped.
@@ -55,10 +54,8 @@ def build(call: TrainerCall) -> None:
     callback = _low_precision_callback(callbacks if isinstance(callbacks, list | tuple) else [], has_our_name)
     if callback is None:
         call.proceed()
-        try:
+        with suppress(Exception):  # another library may build it in another way
             add_lost_updates_warning(trainer)
-        except Exception as error:  # another library may build it in another way
-            logger.info("hf_lowprec: this Trainer is not watched for lost updates: %r", error)
         return
 
     optim_args = OptimArgs()
@@ -75,7 +72,8 @@ def build(call: TrainerCall) -> None:
     if arguments.get("model") is not None:
         check_quantized_weights_are_frozen(arguments["model"])
     if arguments.get("model_init") is not None:
-        arguments["model_init"] = _casting(arguments["model_init"], cast)
+        model_init = arguments["model_init"]
+        arguments["model_init"] = functools.wraps(model_init)(lambda *args: cast(model_init(*args)))
     arguments["callbacks"] = [*(other for other in callbacks if not _is_low_precision_callback(other)), callback]
     moves: list[tuple[Any, ...]] = []
     with (
@@ -120,8 +118,8 @@ def norm_over_meshes(call: TrainerCall) -> Any:
 
 
 def create_optimizer(call: TrainerCall) -> Any:
-    """`Trainer.create_optimizer`: first cast what was added to the model since the Trainer was built."""
-    _cast_additions(call.trainer, call.arguments.get("model"))
+    """`Trainer.create_optimizer`, called when training begins: catch up with changes since the Trainer was built."""
+    _catch_up(call.trainer, call.arguments.get("model"))
     sharded = _builds_ours(call.trainer) and is_sharded_at_load(call.trainer.model)
     with private_apis.one_group_for_all_meshes() if sharded else nullcontext():
         return call.proceed()
@@ -154,17 +152,21 @@ def get_optimizer_cls_and_kwargs(original: Callable, args: TrainingArguments, mo
 
 
 def _create_optimizer_of_subclass(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    _cast_additions(trainer, args[0] if args else kwargs.get("model"))
+    _catch_up(trainer, args[0] if args else kwargs.get("model"))
     return original(trainer, *args, **kwargs)
 
 
-def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
+def _catch_up(trainer: Trainer, model: nn.Module | None) -> None:
     """Cast what a checkpoint or the user has added to a cast model, such as adapters. The rest is not changed.
+
+    If `compute_loss` or `training_step` were replaced, they may need outputs in FP32.
 
     Args:
         trainer: the Trainer, about to create its optimizer or to keep one that it was given.
         model: the model that the optimizer is created for, if not `trainer.model`.
     """
+    if attachment_of(trainer) is not None and _needs_outputs(trainer) and cast_dtypes(trainer.model):
+        return_float32(trainer.model)
     if trainer.args.optim not in OPTIMIZER_NAMES or trainer.optimizer is not None:
         return
     if trainer.optimizer_cls_and_kwargs is not None:
@@ -254,17 +256,10 @@ def _copy_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None
 def _needs_outputs(trainer: Trainer) -> bool:
     """Return whether the Trainer may compute its loss from outputs although the model has also returned a loss.
 
-    The Trainers of transformers and TRL do not: they leave out the labels, or use the model's loss.
+    The Trainers of transformers and TRL do not: they leave out the labels, or use the model's loss. Nor does a
+    `training_step` that calls theirs, which returns only the loss.
     """
-    library = type(trainer).compute_loss.__module__.partition(".")[0]
-    return library not in ("transformers", "trl")
-
-
-def _casting(model_init: Callable, cast: Callable[[Any], Any]) -> Callable:
-    """Wrap `model_init` so that it returns a cast model."""
-
-    @functools.wraps(model_init)
-    def build(*args: Any) -> Any:
-        return cast(model_init(*args))
-
-    return build
+    code_of_step = getattr(inspect.unwrap(trainer.training_step), "__code__", None)
+    calls_theirs = "training_step" in getattr(code_of_step, "co_names", ())
+    methods = (trainer.compute_loss, trainer.compute_loss if calls_theirs else trainer.training_step)
+    return any(str(method.__module__).partition(".")[0] not in ("transformers", "trl") for method in methods)

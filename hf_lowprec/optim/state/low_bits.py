@@ -30,7 +30,16 @@ from hf_lowprec.optim.sharding import (
 )
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name, round_nearest
-from hf_lowprec.rounding.low_bits import chunk_size, fp32_value, low_bits, set_low_bits, stored_pair
+from hf_lowprec.rounding.low_bits import (
+    LOADED,
+    chunk_size,
+    fp32_value,
+    has_other_weights,
+    low_bits,
+    low_bits_belong,
+    set_low_bits,
+    stored_pair,
+)
 from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -68,22 +77,23 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
     return +count
 
 
-def reset_outdated_compensations(optimizer: Algorithm) -> int:
-    """Set compensations and remainders to zero if they are not the low bits kept for their weights.
+@without_grad
+def reset_low_bits_of_other_weights(optimizer: Algorithm) -> int:
+    """Set compensations and remainders to zero whose weights have been replaced since the last step.
 
-    When other weights are loaded, these no longer belong to them.
+    `load_state_dict` of a cast model notes it, see `note_loading`.
 
     Returns:
         The number of parameters whose compensation or remainder was not zero.
     """
     count = 0
-    for param in _params_of(optimizer):
+    for param in _params_of(optimizer) if LOADED else ():
         state = low_bits_state(optimizer.state.get(param, {}))
-        if state is None or low_bits(param) is not None:
-            continue
-        drop_low_bits_of(param)
-        count += bool(local_shard(state).any())
-        state.zero_()
+        if state is not None and has_other_weights(param):
+            count += bool(local_shard(state).any())
+            state.zero_()
+        if id(param) in LOADED:
+            low_bits_belong(param)
     return count
 
 
@@ -264,7 +274,7 @@ def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
         held = None
         if id(tensor) in own:  # `state[tensor]` would create an entry for a parameter that was never stepped
             state = low_bits_state(optimizer.state.get(tensor, {}))
-            held = low_bits(tensor) if state is None else local_shard(state)
+            held = low_bits(tensor) if state is None or has_other_weights(tensor) else local_shard(state)
         if held is None:
             return tensor.detach().to(torch.float32, copy=True)
         weight = local_shard(tensor).detach()

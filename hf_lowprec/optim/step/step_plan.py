@@ -32,7 +32,7 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.rounding import State
-from hf_lowprec.rounding.low_bits import drop_low_bits
+from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_belong
 
 
 class _GroupKey(NamedTuple):
@@ -297,6 +297,8 @@ def _initialized_state(
     # All at once and filled: if memory runs out before, the next step finds none and begins again.
     optimizer_state.update(missing)
     drop_low_bits(param)
+    if any(tensor.state.holds_low_bits for tensor in states):
+        low_bits_belong(param)
     return optimizer_state
 
 

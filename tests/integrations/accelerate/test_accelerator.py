@@ -6,6 +6,7 @@ import inspect
 import math
 import pickle
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -256,11 +257,11 @@ def test_a_model_that_was_prepared_is_left_alone(monkeypatch):
     hf_lowprec.cast_model(model)
     built = accelerator()
     hf_lowprec.prepare_accelerator(built)
-    returned, original = [], prepared_by.return_float32
-    monkeypatch.setattr(prepared_by, "return_float32", lambda module: (returned.append(module), original(module))[1])
+    returned = mock.Mock(wraps=prepared_by.return_float32)
+    monkeypatch.setattr(prepared_by, "return_float32", returned)
     first = built.prepare_model(model)
     assert built.prepare_model(first) is first
-    assert returned == [model]
+    assert [call.args for call in returned.mock_calls] == [(model,)]
 
 
 def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):

@@ -149,7 +149,8 @@ def test_sums_by_nccl_are_requested_in_either_place_and_never_replaced(tmp_path)
     [
         ({"all": {"lost_updates": (0.02, 0.1), "lost_second_moment": (0.72, 0.92)}, "norms": {"never_moved": (0, 0)}},
          {"lost_updates": 0.02}),
-        ({"all": {"lost_updates": (-3.2, 4.0)}}, {"lost_updates": -3.2, "lost_updates_error": 4.0}),
+        ({"all": {"lost_updates": (0.33, 0.73)}}, {}),
+        ({"all": {"lost_updates": (0.9, 0.25)}}, {"lost_updates": 0.9}),
         ({"all": {"lost_second_moment": (0.2, 0.05), "lost_weight_decay": (0.2, 0.07)},
           "norms": {"never_moved": (0.5, 0)}}, {"lost_second_moment": 0.2, "norms_never_moved": 0.5}),
         ({"all": {"lost_updates": (0.1, 0.1)}, "mlp": {"lost_updates": (0.2, 0.07)},

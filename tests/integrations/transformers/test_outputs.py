@@ -82,17 +82,64 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def own_loss(model, inputs, **_):
+    return OwnLoss.compute_loss(None, model, inputs)
+
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = own_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class DelegatingStep(Trainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
 @pytest.mark.parametrize("given", ["model", "model_init"])
-def test_a_compute_loss_of_ones_own_gets_fp32(tmp_path, given):
-    build = tiny_models.ARCHITECTURES["llama"].build
-    model = {"model": build()[0]} if given == "model" else {"model_init": lambda: build()[0]}
-    trainer = OwnLoss(**model, args=arguments(tmp_path, optim="adamw_bf16_kahan"), train_dataset=[{}])
-    loss, outputs = trainer.compute_loss(trainer.model, build()[1], return_outputs=True)
-    assert loss.dtype == outputs.logits.dtype == FP32
-    loss.backward()
+@pytest.mark.parametrize("trainer_class", [OwnLoss, OwnStep, Trainer])
+def test_a_loss_of_ones_own_is_that_of_fp32(tmp_path, trainer_class, given):
+    (model, batch), (twin, _) = tiny_models.llama(), tiny_models.llama()
+    rows = [{name: values[k] for name, values in batch.items()} for k in range(len(batch["labels"]))]
+    args = arguments(tmp_path, optim="adamw_bf16_kahan", max_steps=1, per_device_train_batch_size=len(rows))
+    model = {"model": model} if given == "model" else {"model_init": lambda: tiny_models.llama()[0]}
+    trainer = trainer_class(**model, args=args, train_dataset=rows)
+    if trainer_class is Trainer:
+        trainer.compute_loss = own_loss
+    _, twin = prepared(twin)
+    # A loss in BF16 is off by up to 2^-9.
+    assert trainer.train().training_loss == pytest.approx(own_loss(twin, batch).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, type("Mine", (Trainer,), {})])
+class Classifier(nn.Linear):
+    """Computes its loss in a method."""
+
+    def loss(self, logits, labels):
+        return cross_entropy(logits, labels)
+
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+def test_the_best_model_is_chosen_by_an_fp32_loss(tmp_path):
+    """The losses of all steps are closer to each other than BF16 numbers."""
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(4), "labels": k % 3} for k in range(6)]
+    settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 4}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "per_device_eval_batch_size": 6}
+    args = arguments(tmp_path, optim="adamw_bf16_kahan", learning_rate=1e-4, label_names=["labels"], **settings)
+    trainer = Trainer(Classifier(4, 3), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    losses = {log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+    assert len(losses) > 1 and max(losses) - min(losses) < 2**-8
+    exact = cross_entropy(torch.from_numpy(trainer.predict(rows).predictions).double(), torch.arange(6) % 3)
+    assert trainer.state.best_metric == min(losses) == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, type("Mine", (Trainer,), {}), DelegatingStep])
 def test_trainers_own_compute_loss_has_no_copies(tmp_path, trainer_class):
     model, batch = tiny_models.ARCHITECTURES["llama"].build()
     trainer = trainer_class(model, arguments(tmp_path, optim="adamw_bf16_kahan"), train_dataset=[{}])

@@ -11,7 +11,6 @@ from hf_lowprec import export_checkpoint, fp32_state_dict
 from hf_lowprec.integrations.transformers import callback, private_apis
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.state.low_bits import reset_outdated_compensations
 from hf_lowprec.optim.state.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.nearest import spacing
@@ -175,16 +174,6 @@ def test_a_damaged_optimizer_file_does_not_stop_the_end_of_training(tmp_path, ca
     trainer = trained(tmp_path, optim="adamw_bf16_split", callbacks=[Damage()], **FIRST_IS_BEST)
     assert not with_low_bits(trainer.model)
     assert "were loaded as they are stored" in caplog.text
-
-
-def test_compensations_of_weights_that_were_replaced_become_zero(tmp_path):
-    trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
-    head, optimizer = trainer.model.lm_head.weight, optimizer_of(trainer)
-    with torch.no_grad():
-        head.mul_(2)
-    assert reset_outdated_compensations(optimizer) == 1
-    assert not optimizer.state[head]["compensation"].any() and "_low_bits" not in vars(head)
-    assert with_low_bits(trainer.model) == in_16_bits(trainer.model) - {"lm_head.weight"}
 
 
 class EndsBy(TrainerCallback):

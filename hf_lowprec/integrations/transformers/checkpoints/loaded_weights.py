@@ -18,7 +18,7 @@ from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.low_bits import keep_low_bits as keep_low_bits_of_optimizer
 from hf_lowprec.optim.state.low_bits import low_bits_state, store_sums
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.low_bits import keep_low_bits
+from hf_lowprec.rounding.low_bits import keep_low_bits, note_loading
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ def load_in_place(model: nn.Module, keeping_low_bits: bool = False) -> Iterator[
         keeping_low_bits: keep what copying FP32 values to 16-bit parameters rounds off, for the optimizer.
     """
     before = [(owner, name, p) for owner in model.modules() for name, p in owner._parameters.items() if p is not None]
+    for module in model.modules():
+        note_loading(module)
     yield
     for owner, name, param in before:
         loaded = owner._parameters.get(name)

@@ -29,7 +29,6 @@ from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import loa
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trainer_call import Attachment, TrainerCall
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
-from hf_lowprec.optim.state.low_bits import keep_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 
@@ -183,8 +182,6 @@ def load_best(call: TrainerCall) -> None:
     call.attachment.callback.weights_match_optimizer = False
     if isinstance(optimizer, ScheduleFreeAdamW):
         optimizer.eval()
-    if isinstance(optimizer, LowPrecisionOptimizer):
-        keep_low_bits(optimizer)  # for the weights that do not change, because the best ones are the last ones
     with load_in_place(call.trainer.model), explain_unreadable(best, (CheckpointException,)):
         if is_sharded_at_load(call.trainer.model):
             load_weights(call.trainer.model, best)
