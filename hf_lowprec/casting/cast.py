@@ -9,7 +9,7 @@ from hf_lowprec.casting.cast_report import CastReport, dtype_totals
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks, was_cast
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
 from hf_lowprec.casting.private_torch_apis import has_run_under_fsdp2
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _BEFORE_AUTOCAST = "_original_forward"
@@ -17,7 +17,7 @@ _BEFORE_AUTOCAST = "_original_forward"
 
 
 def cast_model(
-    model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = (), keep_low_bits: bool = True
+    model: nn.Module, dtype: torch.dtype | str = torch.bfloat16, keep_fp32: KeepFp32 = (), keep_low_bits: bool = True
 ) -> CastReport:
     """Cast a model to BF16 or FP16 in place, keep norms and other sensitive parts in FP32, and report what was done.
 
@@ -61,7 +61,7 @@ def cast_model(
     Args:
         model: any module on any device, meta included, before DDP or FSDP wraps it. Tensor parallelism may have made
             DTensors of its parameters, and transformers may have sharded it while loading it (`DistributedConfig`).
-        dtype: `torch.bfloat16` or `torch.float16`.
+        dtype: `torch.bfloat16` or `torch.float16`, or its name as a string.
         keep_fp32: one or more entries, each a string or a module class. A string is a case-sensitive glob (`fnmatch`;
             `*` also matches dots) that must match the whole name of a module, parameter or buffer, or everything after
             one of the dots in it: `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all its
@@ -81,7 +81,7 @@ def cast_model(
             wrapped or prepared for training, or runs under autocast, or it has run since transformers sharded it.
         TypeError: an entry of `keep_fp32` is neither a string nor a module class.
     """
-    check_model_and_dtype(model, dtype)
+    dtype = check_model_and_dtype(model, dtype)
     entries = as_entries(keep_fp32)
     already_cast = bool(marks_in(model))
     plan = make_plan(model, dtype, entries)
@@ -127,10 +127,13 @@ def runs_under_autocast(model: nn.Module) -> bool:
     return _BEFORE_AUTOCAST in vars(model)
 
 
-def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise ValueError if `dtype` is invalid, differs from an earlier cast's, or the model is wrapped or prepared."""
-    if dtype not in LOW_PRECISION_DTYPES:
-        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
+def check_model_and_dtype(model: nn.Module, named: torch.dtype | str) -> torch.dtype:
+    """The dtype, which may be given by name. Raises ValueError if it is invalid, differs from an earlier cast's, or the
+    model is wrapped or prepared.
+    """
+    dtype = {dtype_name(known): known for known in LOW_PRECISION_DTYPES}.get(str(named).removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {named!r}")
     # transformers shards a model while it loads it, so a cast cannot come before.
     sharded_at_load = bool(getattr(model, "is_distributed_loading_by_transformers", False))
     if (tp_size := getattr(model, "tp_size", None) or 1) > 1 and not sharded_at_load:
@@ -159,3 +162,4 @@ def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             )
     if earlier_dtypes := {str(earlier) for earlier in cast_dtypes(model) if earlier != dtype}:
         raise ValueError(f"the model was already cast to {min(earlier_dtypes)}, so it cannot be cast to {dtype}")
+    return dtype

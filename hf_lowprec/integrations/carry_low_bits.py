@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
 from hf_lowprec.reduction.collectives import gather_objects
-from hf_lowprec.rounding.low_bits import (
-    drop_low_bits,
-    low_bits,
-    low_bits_to_save,
-    restore_saved_low_bits,
-    set_low_bits,
-)
+from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits, low_bits_to_save, restore_saved_low_bits, set_low_bits
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of parameters' names that preparing a model adds."""

@@ -44,19 +44,6 @@ class MemoryUse:
         """Total bytes."""
         return sum(map(sum, (self.weights.values(), self.gradients.values(), self.state.values())))
 
-    def per_parameter(self) -> dict[str, float]:
-        """Bytes per parameter of `weights`, `gradients` and `state`."""
-        count = max(self.parameters, 1)
-        return {name: sum(getattr(self, name).values()) / count for name in ("weights", "gradients", "state")}
-
-
-def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
-    """Count the tensors that exist now: gradients exist from backward until `zero_grad`, state after the first step."""
-    parameters: list[Tensor] = list(model.parameters())
-    dicts = (state for state in optimizer.state.values() if isinstance(state, dict))
-    states = (value for state in dicts for value in state.values() if isinstance(value, Tensor))
-    return MemoryUse.of(parameters, (p.grad for p in parameters if p.grad is not None), _bytes(states))
-
 
 def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> MemoryUse:
     """Count the tensors that a step will need: gradients of all trainable parameters, and all states.

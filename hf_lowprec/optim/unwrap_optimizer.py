@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 
+_MOST_WRAPPERS = 4
+"""accelerate's and DeepSpeed's are three. A `Mock` has any number of them."""
+
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return anything else, None too, unchanged.
 
     The argument is untyped because this layer may not import accelerate.
     """
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
+    inner = optimizer
+    for _ in range(_MOST_WRAPPERS):
+        inner = getattr(inner, "optimizer", inner)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def unwrap_given_optimizer(optimizer: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -214,6 +215,19 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
         raise ValueError(
             f"rounding={group['rounding']!r} in {where} does not support {param.dtype} parameters; use rounding='kahan'"
             " or cast the model to bfloat16"
+        )
+
+
+def warn_of_fp32_weights(optimizer: Algorithm) -> None:
+    """Warn if all weights are FP32 although the rounding mode is one for BF16 alone; a few FP32 vectors are norms."""
+    modes = {group["rounding"] for group in optimizer.param_groups} & {"split", "stochastic"}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if modes and all(param.dtype == torch.float32 for param in params) and any(param.dim() > 1 for param in params):
+        warnings.warn(
+            f"rounding={min(modes)!r} has no effect on float32 parameters, and this {type(optimizer).__name__} has no "
+            "others: it trains in plain FP32, with 16 bytes per parameter. Cast the model before: cast_model(model)",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

@@ -12,7 +12,7 @@ next one (see `optim/state/low_bits.py` for both).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -190,9 +190,18 @@ def note_loading(module: nn.Module, *_: Any) -> None:
             LOADED[id(param)] = param
 
 
-def has_other_weights(param: Tensor) -> bool:
+def is_replaced(param: Tensor) -> bool:
     """Return whether `load_state_dict` has given `param` other weights than the low bits in its optimizer belong to."""
     return id(param) in LOADED and getattr(param, _BEFORE_LOADING) != _checksum(param)
+
+
+def replaced(params: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield those of `params` that are replaced. Then, the low bits in the optimizer belong to the present weights."""
+    for param in params if LOADED else ():
+        if is_replaced(param):
+            yield param
+        if id(param) in LOADED:
+            low_bits_belong(param)
 
 
 def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:

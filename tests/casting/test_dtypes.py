@@ -12,7 +12,7 @@ from tests.support.models.inspection import FP16, FP32, dtypes, norm_modules, ou
 from tests.support.models.tiny_models import ARCHITECTURES
 
 
-@pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.int8, torch.float8_e4m3fn, "bfloat16", None])
+@pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.int8, torch.float8_e4m3fn, "float32", None])
 def test_bad_dtype(dtype: Any) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16"):
@@ -24,7 +24,7 @@ def test_existing_gradients() -> None:
     model, batch = tiny_models.llama(tied=True)
     model(**batch).loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    cast_model(model)
+    assert cast_model(model, "bfloat16").dtype == torch.bfloat16
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype == parameter.dtype
         assert torch.equal(parameter.grad, grads[name].to(parameter.dtype))

@@ -1,6 +1,7 @@
 """What passes into and out of a module that stays in FP32."""
 
 from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,6 +14,24 @@ from hf_lowprec.casting.hooks.module_hooks import install_model_output_upcast
 from tests.support.models.inspection import BF16, FP32, assert_downcast
 
 Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Twice(Pair):
+    def __new__(cls, value: torch.Tensor) -> "Twice":
+        return super().__new__(cls, value, value)
+
+
+class Titled(list[Any]):
+    def __init__(self, title: str, value: torch.Tensor) -> None:
+        super().__init__([value])
+        self.title = title
+
+
+@dataclass(frozen=True)
+class Output:
+    value: torch.Tensor
+    parts: tuple[Any, ...]
+    unset: int = field(init=False)
 
 
 class Returns(nn.Module):
@@ -53,8 +72,12 @@ def test_outputs_next_to_a_loss_that_is_differentiated_are_upcast_on_request_onl
         lambda x: defaultdict(list, a=x),
         lambda x: Pair(x, torch.arange(3)),
         lambda x: BaseModelOutput(last_hidden_state=x, hidden_states=(x, x)),
+        Twice,
+        lambda x: Titled("title", x),
+        torch.sort,
+        lambda x: Output(x, (x, 3)),
     ],
-    ids=["tuple", "list", "dict", "defaultdict", "namedtuple", "ModelOutput"],
+    ids=["tuple", "list", "dict", "defaultdict", "namedtuple", "ModelOutput", "Twice", "Titled", "sort", "dataclass"],
 )
 def test_output_structures(make: Any) -> None:
     model = Returns(make)
@@ -65,6 +88,8 @@ def test_output_structures(make: Any) -> None:
     assert_downcast(model(x), plain)
     if isinstance(plain, BaseModelOutput):
         assert model(x).last_hidden_state.dtype == BF16
+    if isinstance(plain, Titled):
+        assert model(x).title == "title"
 
 
 def test_hooks_of_others_see_the_cast_output() -> None:

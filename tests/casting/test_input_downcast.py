@@ -3,6 +3,8 @@
 import contextlib
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -45,6 +47,25 @@ class Spy(nn.Module):
         self.got = (x, target_boxes, rest, named)
 
 
+@dataclass
+class Batch:
+    x: torch.Tensor
+    old: torch.Tensor
+    parts: list[torch.Tensor]
+
+    def __getattr__(self, name: str) -> Any:  # keys and the like: those of a dict of its fields
+        return getattr(vars(self), name)
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self, key, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+
 class Writes(nn.Module):
     """Writes into its arguments numbers that are exact in every dtype, and fails if it is told to."""
 
@@ -71,7 +92,7 @@ def written(module: nn.Module, dtype: torch.dtype, make: Any, fails: bool) -> li
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("make", [dict, OrderedDict, lambda entries: defaultdict(list, entries)])
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda entries: defaultdict(list, entries), lambda e: Batch(**e)])
 @pytest.mark.parametrize("kept", [False, True], ids=["rounded", "upcast"])
 def test_what_forward_writes_into_its_arguments_reaches_the_caller(kept: bool, make: Any, fails: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Writes())

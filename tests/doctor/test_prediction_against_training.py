@@ -124,7 +124,8 @@ def load(kind: str, folder) -> transformers.PreTrainedModel:
 def foretell(folder, optim: str, scheduler: str = "linear") -> list[float]:
     """The lost updates of each step."""
     run = plan_run(optim, LEARNING_RATE, STEPS, scheduler)
-    return predict_rounding(count_weights(open_weights(folder)), run)["nearest"].lost_by_step
+    found = predict_rounding(count_weights(open_weights(folder)), run)["nearest"]
+    return (1 - found.stored / found.square).nan_to_num(nan=0.0).tolist()
 
 
 def logged(trainer) -> dict[int, float]:

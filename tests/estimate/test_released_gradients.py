@@ -8,10 +8,11 @@ import hf_lowprec
 from hf_lowprec.casting import return_float32
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
 from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
-from hf_lowprec.monitor.memory_estimate import expected_memory, memory_use
+from hf_lowprec.monitor.memory_estimate import expected_memory
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.tools.estimate.activations import estimate_activations
 from hf_lowprec.tools.estimate.rows import low_precision_row
+from tests.support.memory_use import memory_use
 from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.monitor.memory_estimate import memory_use
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.backends.triton import launch as triton_backend
 from hf_lowprec.optim.step.fused_step import fused_step
+from tests.support.memory_use import memory_use
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16, FP32 = torch.bfloat16, torch.float32

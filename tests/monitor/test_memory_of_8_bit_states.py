@@ -6,7 +6,8 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
-from hf_lowprec.monitor.memory_estimate import elements_kept_in_bf16, expected_memory, memory_use
+from hf_lowprec.monitor.memory_estimate import elements_kept_in_bf16, expected_memory
+from tests.support.memory_use import memory_use
 
 INT8 = torch.int8
 ROWS, COLUMNS, ODD = 2048, 512, 40

@@ -178,64 +178,39 @@ def test_modes_without_a_compensation_drop_low_bits(rounding):
     assert same(estimates(params, optimizer), [param.float() for param in params])
 
 
-def load(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    module.load_state_dict(copy.deepcopy(values))
-
-
-def swap_and_back(params: nn.ParameterList, optimizer: torch.optim.Optimizer, other: nn.ParameterList) -> None:
-    """As for an evaluation with averaged weights; the FP32 estimates follow."""
-    own, exact = copy.deepcopy(params.state_dict()), estimates(params, optimizer)
-    load(params, other.state_dict())
-    assert same(estimates(params, optimizer), [weight.float() for weight in other])
-    load(params, own)
-    assert same(estimates(params, optimizer), exact)
-
-
-REPLACED = {
-    "other weights": (lambda params, optimizer, other, saved: load(params, other.state_dict()), "zero"),
-    "in FP32": (
-        lambda params, optimizer, other, saved: load(params, {k: v.float() for k, v in other.state_dict().items()}),
-        "zero",
-    ),
-    "of a part": (
-        lambda params, optimizer, other, saved: load(
-            nn.ModuleDict({"part": params}), {f"part.{k}": v for k, v in other.state_dict().items()}
-        ),
-        "zero",
-    ),
-    "the same": (lambda params, optimizer, other, saved: load(params, params.state_dict()), "kept"),
-    "there and back": (lambda params, optimizer, other, saved: swap_and_back(params, optimizer, other), "kept"),
-    "checkpoint, weights first": (
-        lambda params, optimizer, other, saved: (load(params, saved[0]), optimizer.load_state_dict(saved[1])),
-        "of the checkpoint",
-    ),
-    "checkpoint, optimizer first": (
-        lambda params, optimizer, other, saved: (optimizer.load_state_dict(saved[1]), load(params, saved[0])),
-        "of the checkpoint",
-    ),
-    "clamped in place": (
-        lambda params, optimizer, other, saved: [param.data.clamp_(-1, 1) for param in params],
-        "kept",
-    ),
-}
-
-
 @pytest.mark.parametrize("options", [{}, {"gradient_release": True}], ids=str)
 @pytest.mark.parametrize("rounding", PAIRED)
-@pytest.mark.parametrize("way", REPLACED)
-def test_weights_that_are_loaded_between_steps(way, rounding, options):
-    """Low bits of the former weights do not belong to them."""
+@pytest.mark.parametrize(
+    ("loaded", "remain"),
+    [
+        ("other", None), ("fp32", None), ("own", "own"), ("other own", "own"), ("clamp", "own"),
+        ("saved optimizer", "saved"), ("optimizer saved", "saved"), ("other optimizer saved", "saved"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_loaded_between_steps(loaded, remain, rounding, options):
+    """Low bits of other weights do not belong to them. Averaged ones may be loaded for an evaluation, and one's own."""
     _, params = model()
-    optimizer, held, saved = AdamW(params, lr=1e-3, rounding=rounding, **options), {}, None
-    for when in ("of the checkpoint", "kept"):
+    whole = nn.ModuleDict({"part": params})
+    optimizer, state, weights, held = AdamW(params, lr=1e-3, rounding=rounding, **options), None, {}, {}
+    for when in ("saved", "own"):
         train(optimizer, STEPS)
-        held[when] = [low_bits_of(optimizer, param).clone() for param in params]
-        saved = saved or copy.deepcopy((params.state_dict(), optimizer.state_dict()))
-    replace, found = REPLACED[way]
-    replace(params, optimizer, model(seed=1)[1], saved)
+        held[when] = [low_bits_state(optimizer.state[param]).clone() for param in params]
+        weights[when] = copy.deepcopy(whole.state_dict())
+        state = copy.deepcopy(optimizer.state_dict()) if when == "saved" else state
+    weights["other"] = nn.ModuleDict({"part": model(seed=1)[1]}).state_dict()
+    weights["fp32"] = {name: value.float() for name, value in weights["other"].items()}
+    for each in loaded.split():
+        if each == "optimizer":
+            optimizer.load_state_dict(state)
+        elif each == "clamp":
+            [param.data.clamp_(-1, 1) for param in params]
+        else:
+            whole.load_state_dict(weights[each])
+            if each in ("other", "fp32"):
+                assert same(estimates(params, optimizer), [param.float() for param in params])
     exact = [param.float() for param in params]
-    if found in held:
-        exact = [fp32_value(param.detach(), bits) for param, bits in zip(params, held[found], strict=True)]
+    if remain:
+        exact = [fp32_value(param.detach(), bits) for param, bits in zip(params, held[remain], strict=True)]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train(optimizer, range(1))

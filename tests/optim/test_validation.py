@@ -7,6 +7,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_lowprec
+from hf_lowprec.casting import cast_model
+from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
 from hf_lowprec.optim import AdamW, Lion, Muon
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import CompilerError, require_compiler
@@ -202,3 +204,26 @@ def test_a_device_without_fp64_is_named():
         param = nn.Parameter(torch.empty(4, dtype=torch.bfloat16, device="mps"))
         with pytest.raises(ValueError, match=r"param group 0 is on mps:0, .* no FP64.*use_cpu=True"):
             AdamW([param])
+
+
+@pytest.mark.parametrize(
+    ("rounding", "dtype", "shape"),
+    [
+        ("split", torch.float32, (4, 4)),
+        ("split", torch.bfloat16, (4, 4)),
+        ("kahan", torch.float32, (4, 4)),
+        ("split", torch.float32, (4,)),
+    ],
+)
+def test_a_mode_for_16_bits_without_16_bit_weights_is_pointed_out(recwarn, rounding, dtype, shape):
+    """Kahan summation is the default; vectors may be the norms of a model whose matrices another optimizer has."""
+    param = nn.Parameter(torch.ones(shape, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamW([param], rounding=rounding)
+    optimizer.step()
+    optimizer.step()
+    expected = (rounding, dtype, shape) == ("split", torch.float32, (4, 4))
+    found = [str(warning.message) for warning in recwarn if "cast_model(model)" in str(warning.message)]
+    assert len(found) == expected
+    report = precision_report(nn.ParameterList([param]), optimizer, cast_model(nn.Linear(1, 1)))
+    assert (f"weights {rounding}" in report) == (dtype != torch.float32)

@@ -26,8 +26,9 @@ from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
 def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
     """Let a cast model return FP32 to the code that calls it, as accelerate's mixed precision does.
 
-    16-bit tensors in the outputs, including those in tuples, lists and dicts (a `ModelOutput`), are replaced by exact
-    FP32 copies, except in caches. The loss is FP32 as well, even in models that compute it in `forward`.
+    16-bit tensors in the outputs, including those in tuples, lists, dicts (a `ModelOutput`) and dataclasses, are
+    replaced by exact FP32 copies, except in caches. The loss is FP32 as well, even in models that compute it in
+    `forward`.
 
     Trainer (with one of our `optim=` names) and `prepare_accelerator` call this automatically. A second call changes
     nothing, but `next_to_loss=True` takes precedence.

@@ -157,17 +157,17 @@ def _to_float16(tensor: Tensor, name: str) -> Tensor:
 
 
 def to_fp32_copies(value: Any) -> Any:
-    """Upcast the 16-bit tensors in a value, at any depth of tuples, lists and dicts."""
+    """Upcast the 16-bit tensors in a value, at any depth of tuples, lists, dicts and dataclasses."""
     return convert_floats(value, _16_bit_to_fp32)
 
 
 def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
-    """Convert the floating tensors in a value, at any depth of tuples, lists and dicts.
+    """Convert the floating tensors in a value, at any depth of tuples, lists, dicts and dataclasses.
 
     Args:
         value: anything; other objects are returned as they are.
         convert: takes a tensor and the name it came under, and returns the converted tensor.
-        name: the name of `value`; the keys of dicts are appended, separated by dots.
+        name: the name of `value`; keys of dicts and names of fields are appended, separated by dots.
 
     Returns:
         A value of the same type; the same object if no tensor in it changes.
@@ -178,7 +178,12 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
         items = [convert_floats(item, convert, name) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if type(value) in (tuple, list) or hasattr(value, "n_fields"):  # or one of torch.return_types
+            return type(value)(items)
+        if isinstance(value, tuple):  # its constructor may take anything
+            return tuple.__new__(type(value), items)
+        (copied := copy.copy(value))[:] = items
+        return copied
     if isinstance(value, dict):
         entries = {key: convert_floats(item, convert, f"{name}.{key}") for key, item in value.items()}
         if all(entries[key] is item for key, item in value.items()):
@@ -190,6 +195,11 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
         converted = copy.copy(value)  # not every dict is built from its entries: defaultdict
         converted.update(entries)
         return converted
+    if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        entries = convert_floats(vars(value), convert, name)
+        if entries is not vars(value):
+            value = copy.copy(value)
+            vars(value).update(entries)  # it may be frozen
     return value
 
 
@@ -228,8 +238,10 @@ def write_back_after_forward(module: nn.Module, values: Iterable[Any], copies: I
 
 
 def _converted(value: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """What is another object in `copied`, at any depth of tuples, lists and dicts; that object, and its contents."""
+    """What is another object in `copied`, at any depth of all containers; that object, and its contents."""
     if copied is not value:
+        if is_dataclass(value) and not isinstance(value, dict):
+            value, copied = vars(value), vars(copied)
         yield value, copied, _contents(copied)
         if isinstance(value, dict):
             value, copied = value.values(), copied.values()

@@ -31,11 +31,7 @@ from hf_lowprec.casting.module_tree import compiled_module
 from hf_lowprec.casting.notices.loss_warning import warn_if_in_16_bits
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
-from hf_lowprec.integrations.accelerate.unsupported import (
-    check_sharded_at_load,
-    check_sizes,
-    check_supported,
-)
+from hf_lowprec.integrations.accelerate.unsupported import check_sharded_at_load, check_sizes, check_supported
 from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.collect_after_reduction import data_parallel_wrappers
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
@@ -63,7 +59,7 @@ from hf_lowprec.reduction.same_settings import check_same_settings, model_settin
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.wrapped_method import temporarily_wrapped
 
-AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the model itself is BF16"
+AUTOCAST_OFF = "mixed precision: 'bf16' (the default of some Trainers) is off, because the model itself is BF16"
 
 _PARTITIONED = {
     1: "all weights and gradients, and a part of the states",

@@ -17,11 +17,7 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.state_dict_format import (
-    LOW_BITS,
-    from_saved_form,
-    in_own_dtype,
-)
+from hf_lowprec.optim.state.state_dict_format import LOW_BITS, from_saved_form, in_own_dtype
 from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX, SCALE_SUFFIX, decoded, states_in_codes
 from hf_lowprec.rounding.low_bits import fp32_value, low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES

@@ -56,8 +56,8 @@ def save_pretrained(
     parameters that `optimizer` does not train, as in `fp32_state_dict`.
 
     Args:
-        model: the trained transformers or PEFT model, with or without the wrappers of accelerate, DDP or
-            `torch.compile`.
+        model: the trained transformers or PEFT model, with or without the wrappers of accelerate, DDP,
+            `torch.compile` or Lightning Fabric.
         optimizer: its optimizer, or accelerate's wrapper around it.
         save_directory: the folder to write.
         dtype: `"float32"`, or `"bfloat16"`: each estimate rounded to nearest, but tensors that are FP32 in training,
@@ -72,6 +72,8 @@ def save_pretrained(
         RuntimeError: rank 0 could not write the folder.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
+    if not (isinstance(model, PreTrainedModel) or is_peft(model)):
+        model = getattr(model, "module", model)  # in the wrapper of Lightning Fabric
     dtype, folder = parse_dtype(dtype), Path(save_directory)
     _check_model(model)
     estimate = fp32_estimates(model, optimizer)

@@ -62,7 +62,7 @@ class LowPrecisionCallback(TrainerCallback):
     optimizer. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
-        dtype: `torch.bfloat16` or `torch.float16`.
+        dtype: `torch.bfloat16` or `torch.float16`, as for `cast_model`.
         keep_fp32: modules to keep in FP32, in addition to norms and rotary embeddings, as for `cast_model`.
         report: print the precision report when training begins; log it where the logger `hf_lowprec` shows INFO.
         log_lost_updates: measure the precision of logged steps, log it, and warn. An error in a measurement ends all
@@ -81,7 +81,7 @@ class LowPrecisionCallback(TrainerCallback):
 
     def __init__(
         self,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         keep_fp32: Sequence[str | type[nn.Module]] = (),
         report: bool = True,
         log_lost_updates: bool = True,
@@ -98,7 +98,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.requested_reduction = reduction
         self.begin()
 
-    def begin(self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False, one_dtype: bool = False) -> None:
+    def begin(self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False) -> None:
         """Start over for a Trainer that is being built.
 
         Args:

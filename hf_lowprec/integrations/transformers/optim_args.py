@@ -56,7 +56,7 @@ def optim_args_of(args: Any) -> OptimArgs:
 def _parsed_optim_args(name: str, text: str) -> OptimArgs:
     cls, _ = optimizer_factory(name)
     options = option_strings(text)
-    check_keywords(options, [*_text_keywords(cls), *_PARSERS], f"optim_args for optim={name!r}")
+    check_keywords(options, dict.fromkeys([*_text_keywords(cls), *_PARSERS]), f"optim_args for optim={name!r}")
     optimizer = {key: value_of(cls, key, value) for key, value in options.items() if key not in _PARSERS}
     callback = {key: _parsed(key, value) for key, value in options.items() if key in _PARSERS}
     if schedule := callback.pop("rounding", None):

@@ -57,10 +57,8 @@ def wrap_trainer() -> None:
     if hasattr(Trainer, _WRAPPED):  # other libraries may have wrapped them again
         return
     setattr(Trainer, _WRAPPED, True)
-    for name, wrapper in _EVERY_TRAINER.items():
-        _wrap(name, wrapper, ours_only=False)
-    for name, wrapper in _OUR_TRAINERS.items():
-        _wrap(name, wrapper, ours_only=True)
+    for name, wrapper in (_EVERY_TRAINER | _OUR_TRAINERS).items():
+        _wrap(name, wrapper, ours_only=name in _OUR_TRAINERS)
     wrap_method(Trainer, "get_optimizer_cls_and_kwargs", trainer_setup.get_optimizer_cls_and_kwargs)
 
 

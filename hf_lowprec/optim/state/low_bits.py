@@ -21,25 +21,10 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.private_torch_apis import without_grad
-from hf_lowprec.optim.sharding import (
-    dtensor_like,
-    flat_part,
-    full_shape,
-    local_shard,
-    part_of,
-)
+from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, local_shard, part_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name, round_nearest
-from hf_lowprec.rounding.low_bits import (
-    LOADED,
-    chunk_size,
-    fp32_value,
-    has_other_weights,
-    low_bits,
-    low_bits_belong,
-    set_low_bits,
-    stored_pair,
-)
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, fp32_value, mode_name, round_nearest
+from hf_lowprec.rounding.low_bits import chunk_size, is_replaced, low_bits, replaced, set_low_bits, stored_pair
 from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -87,13 +72,10 @@ def reset_low_bits_of_other_weights(optimizer: Algorithm) -> int:
         The number of parameters whose compensation or remainder was not zero.
     """
     count = 0
-    for param in _params_of(optimizer) if LOADED else ():
-        state = low_bits_state(optimizer.state.get(param, {}))
-        if state is not None and has_other_weights(param):
+    for param in replaced(_params_of(optimizer)):
+        if (state := low_bits_state(optimizer.state.get(param, {}))) is not None:
             count += bool(local_shard(state).any())
             state.zero_()
-        if id(param) in LOADED:
-            low_bits_belong(param)
     return count
 
 
@@ -274,7 +256,7 @@ def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
         held = None
         if id(tensor) in own:  # `state[tensor]` would create an entry for a parameter that was never stepped
             state = low_bits_state(optimizer.state.get(tensor, {}))
-            held = low_bits(tensor) if state is None or has_other_weights(tensor) else local_shard(state)
+            held = low_bits(tensor) if state is None or is_replaced(tensor) else local_shard(state)
         if held is None:
             return tensor.detach().to(torch.float32, copy=True)
         weight = local_shard(tensor).detach()

@@ -56,7 +56,6 @@ _CARRIED: dict[str, Any] = {
     _CARRIER: object,
     "optimizer": str,
     "format": int,
-    "dithered": str,  # some state dicts of this format have it; it is not used
     "first_parameter": (int, type(None)),
     NORM_BEFORE: float,
     SKIPPED_STEPS: int,

@@ -228,6 +228,7 @@ def _check_params(optimizer: Algorithm, param_ids: Set[int]) -> None:
         if id(param) in param_ids and optimizer.gradient_of(param) is not None
     }
     validation.check_apart(with_grad)
+    validation.warn_of_fp32_weights(optimizer)
     for k, group in enumerate(optimizer.param_groups):
         for param in (param for param in group["params"] if id(param) in param_ids):
             validation.check_param(param, group, f"param group {k}")
@@ -297,8 +298,7 @@ def _initialized_state(
     # All at once and filled: if memory runs out before, the next step finds none and begins again.
     optimizer_state.update(missing)
     drop_low_bits(param)
-    if any(tensor.state.holds_low_bits for tensor in states):
-        low_bits_belong(param)
+    low_bits_belong(param)
     return optimizer_state
 
 

@@ -81,11 +81,6 @@ class RoundedUpdates(NamedTuple):
     displacement: Tensor
 
     @property
-    def lost_by_step(self) -> list[float]:
-        """The lost share of updates in each step, as `lost_updates` in the training log."""
-        return (1 - self.stored / self.square).nan_to_num(nan=0.0).tolist()
-
-    @property
     def lost(self) -> float:
         """The lost share of all updates."""
         square = float(self.square.sum())

@@ -11,11 +11,7 @@ import torch
 from transformers import Trainer
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
-from hf_lowprec.integrations.checkpoint_files.stored_optimizer import (
-    StoredOptimizer,
-    StoredParameter,
-    read_optimizers,
-)
+from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, StoredParameter, read_optimizers
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from hf_lowprec.integrations.export.parameter_names import read_parameter_names

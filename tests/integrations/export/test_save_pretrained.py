@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -193,10 +194,23 @@ def test_tokenizer_and_generation_config_come_along(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1 w2")["input_ids"] == tokenizer()("w1 w2")["input_ids"]
 
 
-def test_a_compiled_model(tmp_path):
+class FabricLike(nn.Module):
+    """As Lightning Fabric's wrapper."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._forward_module = module
+
+    @property
+    def module(self):
+        return self._forward_module
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, FabricLike])
+def test_a_wrapped_model(tmp_path, wrap):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
     expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
-    hf_lowprec.save_pretrained(torch.compile(trainer.model), trainer.optimizer, tmp_path / "out")
+    hf_lowprec.save_pretrained(wrap(trainer.model), trainer.optimizer, tmp_path / "out")
     assert_loads(tmp_path / "out", expected, llama())
 
 
@@ -210,6 +224,7 @@ def test_what_cannot_be_saved(tmp_path):
     for given, message in (
         (SimpleNamespace(), "`optimizer` is a SimpleNamespace, not an optimizer$"),
         (None, "`optimizer` is a NoneType, not an optimizer$"),
+        (MagicMock(), "`optimizer` is a MagicMock, not an optimizer$"),
     ):
         with pytest.raises(TypeError, match=message):
             hf_lowprec.save_pretrained(model, given, tmp_path / "out")

@@ -1,6 +1,7 @@
 """Read from a model what casting changes: dtypes, values, norms, hooks, outputs of modules; and copy it."""
 
 import copy
+import dataclasses
 import io
 import pickle
 import re
@@ -41,6 +42,8 @@ def assert_downcast(value: Any, original: Any) -> None:
     elif isinstance(original, tuple | list):
         for one, two in zip(value, original, strict=True):
             assert_downcast(one, two)
+    elif dataclasses.is_dataclass(original):
+        assert_downcast(vars(value), vars(original))
     else:
         assert value == original
 

@@ -22,7 +22,7 @@ from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.state.low_bits import initial_values
 from hf_lowprec.optim.state.state_tensors import state_tensors
 from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX
-from hf_lowprec.rounding import MODES, dtype_name
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, dtype_name
 
 
 def precision_report(
@@ -94,7 +94,9 @@ def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
     """How weights are rounded, and those states that are averages in 16 or 8 bits."""
     bits_of_averages: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for group in optimizer.param_groups:
-        params = (param for param in group["params"] if param.requires_grad)
+        params = [param for param in group["params"] if param.requires_grad]
+        if not any(param.dtype in LOW_PRECISION_DTYPES for param in params):
+            continue
         tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
         bits = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages}
         bits_of_averages[group["rounding"], group["state_rounding"], group["seed"]] |= bits - {32}
@@ -103,7 +105,7 @@ def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
         sizes = " and ".join(f"{count}-bit" for count in sorted(bits, reverse=True))
         states = f"{sizes} states {state_rounding}, " if bits else ""
         modes.append(f"weights {rounding}, {states}seed {seed}")
-    return "; ".join(modes)
+    return "; ".join(modes) or "none, since the optimizer has no 16-bit weights"
 
 
 def _backends(optimizer: LowPrecisionOptimizer) -> str:

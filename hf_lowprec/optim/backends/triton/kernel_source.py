@@ -23,13 +23,7 @@ from hf_lowprec.optim.backends.triton.loads import (
     number_elements,
 )
 from hf_lowprec.optim.backends.triton.matrix_sum import render_matrix_sum
-from hf_lowprec.optim.backends.triton.renderer import (
-    LOAD,
-    STORAGE,
-    STORE,
-    TritonRenderer,
-    render_formula,
-)
+from hf_lowprec.optim.backends.triton.renderer import LOAD, STORAGE, STORE, TritonRenderer, render_formula
 from hf_lowprec.optim.backends.triton.tensor_sum import render_tensor_sum
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
