@@ -70,7 +70,7 @@ class Product(Net):
 
 
 def multiplied(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b
+    return (a - a.logsumexp(-1, keepdim=True)).exp() @ b
 
 
 class Logarithms(Net):

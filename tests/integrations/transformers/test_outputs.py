@@ -143,7 +143,8 @@ def test_the_best_model_is_chosen_by_an_fp32_loss(tmp_path):
 def test_trainers_own_compute_loss_has_no_copies(tmp_path, trainer_class):
     model, batch = tiny_models.ARCHITECTURES["llama"].build()
     trainer = trainer_class(model, arguments(tmp_path, optim="adamw_bf16_kahan"), train_dataset=[{}])
-    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    model = trainer.accelerator.prepare(trainer.model)
+    loss, outputs = trainer.compute_loss(model, batch, return_outputs=True)
     assert (loss.dtype, outputs.logits.dtype) == (FP32, BF16)
 
 
