@@ -179,7 +179,7 @@ def reshard_after_evaluation(model: nn.Module) -> None:
     It leaves some gathered for a backward pass, in the place of those that optimizers and checkpoints refer to.
     """
 
-    def reshard(*_: Any) -> None:
+    def reshard(model: nn.Module, *_: Any) -> None:
         if not torch.is_grad_enabled():
             for module in model.modules():
                 if isinstance(module, FSDPModule):

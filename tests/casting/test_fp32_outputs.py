@@ -88,6 +88,17 @@ def test_the_loss_is_that_of_fp32_on_16_bit_predictions(build, labels, loss):
         assert param.grad is not None or "relative_attention_bias" in name or "embed" in name, name
 
 
+def test_where_no_layer_is_known_to_predict_the_loss_alone_is_fp32():
+    torch.manual_seed(0)
+    sides = [f"{side}_{part}" for side in ("encoder", "decoder") for part in ("layers", "attention_heads", "ffn_dim")]
+    size = {"src_vocab_size": 64, "tgt_vocab_size": 64, "d_model": 16, **dict.fromkeys(sides, 2)}
+    config = transformers.FSMTConfig(langs=["en", "de"], **size)
+    model = upcast(transformers.FSMTForConditionalGeneration(config)).eval()
+    outputs = model(input_ids=TOKENS, labels=TOKENS)
+    assert outputs.logits.dtype == BF16
+    assert outputs.loss.item() == pytest.approx(by_class(outputs.logits.double(), TOKENS).item(), rel=1e-6)
+
+
 def test_only_what_makes_the_predictions_returns_fp32():
     seen: dict[str, set[torch.dtype]] = {}
 

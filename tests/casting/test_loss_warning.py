@@ -1,6 +1,8 @@
 """A cast model that trains with a loss in 16 bits says so; with an FP32 loss, or without training, it says nothing."""
 
 import logging
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,16 +28,15 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class OwnLoss(nn.Module):
-    """A custom model that returns its loss alone, or first in a tuple."""
+    """A custom model, which computes its loss by hand and returns it with the predictions."""
 
-    def __init__(self, in_tuple: bool) -> None:
+    def __init__(self, returns: Callable[[torch.Tensor, torch.Tensor], Any] = lambda *outputs: outputs) -> None:
         super().__init__()
-        self.linear, self.in_tuple = nn.Linear(4, 4), in_tuple
+        self.linear, self.returns = nn.Linear(4, 4), returns
 
     def forward(self, x: torch.Tensor) -> Any:
         output = self.linear(x)
-        loss = output.square().mean()
-        return (loss, output) if self.in_tuple else loss
+        return self.returns(output.square().mean(), output)
 
 
 @pytest.mark.parametrize("build", [tiny_models.bert, tiny_models.t5])
@@ -49,9 +50,15 @@ def test_a_model_that_computes_its_loss_in_forward(caplog: pytest.LogCaptureFixt
     assert "call hf_lowprec.return_float32(model) after cast_model(model)" in text
 
 
-@pytest.mark.parametrize("in_tuple", [True, False])
-def test_a_custom_model(caplog: pytest.LogCaptureFixture, in_tuple: bool) -> None:
-    model = OwnLoss(in_tuple)
+@pytest.mark.parametrize(
+    "returns",
+    [
+        *(lambda *outputs: outputs, lambda loss, _: loss, lambda loss, _: {"loss": loss}),
+        lambda loss, output: SimpleNamespace(logits=output, loss=loss),
+    ],
+)
+def test_a_custom_model(caplog: pytest.LogCaptureFixture, returns: Any) -> None:
+    model = OwnLoss(returns)
     cast_model(model)
     model(torch.ones(2, 4))
     assert len(said(caplog)) == 1
@@ -67,7 +74,7 @@ def prepared(model: nn.Module) -> Accelerator:
 
 @pytest.mark.parametrize("prepare", [hf_lowprec.return_float32, prepared])
 def test_what_the_warning_asks_for(caplog: pytest.LogCaptureFixture, prepare: Any) -> None:
-    for build in (tiny_models.bert, lambda: (OwnLoss(True), {"x": torch.ones(2, 4)})):
+    for build in (tiny_models.bert, lambda: (OwnLoss(), {"x": torch.ones(2, 4)})):
         assert not said(caplog)
         model, batch = build()
         cast_model(model)

@@ -55,7 +55,8 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
 
     The same for layers whose results a contrastive loss compares. The children of such a model, and of the modules
     around it, downcast their inputs, so that a 16-bit module that is given an FP32 prediction does not fail. If user
-    code around the model multiplies tensors, its outputs stay in 16 bits, and only torch's losses compute in FP32.
+    code around the model multiplies tensors, or no layer is known to make the predictions, the model's outputs stay in
+    16 bits, and only torch's losses compute in FP32.
 
     Args:
         model: a cast model, or one with cast models inside.
@@ -68,7 +69,7 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
         if not layers and computes_loss_itself(tree.modules[name]):
             layers = prediction_layers(tree, name)
         upcast = [layer for layer in layers if tree.computes_in(layer, dtype)]
-        if upcast and _user_code_multiplies(tree, name):
+        if _user_code_multiplies(tree, name) if upcast else computes_loss_itself(tree.modules[name]):
             install_fp32_torch_losses(tree.modules[name])
             continue
         for layer in upcast:

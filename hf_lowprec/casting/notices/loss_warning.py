@@ -39,7 +39,8 @@ def warn_of_16_bit_loss(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook: log the warning if `output` has a loss in 16 bits that is to be differentiated."""
     if torch.compiler.is_compiling():
         return
-    loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
+    loss = loss[0] if isinstance(loss, tuple) else loss
     way_out = _CALL if not returns_float32(module) else "use torch's loss functions there, or predictions.float()"
     warn_if_in_16_bits(loss, type(module).__name__, way_out)
 
