@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -51,19 +51,9 @@ class Adam(TwoMoments):
         decoupled_weight_decay: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "decoupled_weight_decay": decoupled_weight_decay,
-            },
-            **shared,
-        )
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, defaults, **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """The options `amsgrad` (use the maximum of the second moment) and `decoupled` (decoupled weight decay)."""

@@ -5,7 +5,7 @@ The decay is part of the update, which is rounded once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -52,18 +52,9 @@ class AdamW(TwoMoments):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-            },
-            **shared,
-        )
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize}
+        super().__init__(params, defaults, **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """The options `amsgrad` (use the maximum of the second moment) and `decoupled`, which is always true."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -54,18 +54,9 @@ class Adan(LowPrecisionOptimizer):
         no_prox: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "no_prox": no_prox,
-            },
-            **shared,
-        )
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"maximize": maximize, "no_prox": no_prox}
+        super().__init__(params, defaults, **shared)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""

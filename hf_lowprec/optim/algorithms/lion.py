@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,11 +51,9 @@ class Lion(LowPrecisionOptimizer):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
-            **shared,
-        )
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        defaults |= {"maximize": maximize}
+        super().__init__(params, defaults, **shared)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -54,18 +54,9 @@ class RAdam(TwoMoments):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "decoupled_weight_decay": decoupled_weight_decay,
-                "maximize": maximize,
-            },
-            **shared,
-        )
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """The options of Adam: `decoupled` for decoupled weight decay, and never `amsgrad`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -51,18 +51,9 @@ class SGD(LowPrecisionOptimizer):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-            },
-            **shared,
-        )
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
+        super().__init__(params, defaults, **shared)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range, or `nesterov` conflicts with the others."""
