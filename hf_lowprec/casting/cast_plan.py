@@ -18,13 +18,12 @@ from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     check_not_rounded,
     named_by_caller,
 )
-from hf_lowprec.casting.fp32_rules.keep_in_fp32_modules import named_by_model_class
+from hf_lowprec.casting.fp32_rules.keep_in_fp32_modules import biases_that_choose_experts, named_by_model_class
 from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32, listed_classes
 from hf_lowprec.casting.fp32_rules.losses import is_loss, loss_weights, losses
 from hf_lowprec.casting.fp32_rules.matrix_functions import matrix_functions
 from hf_lowprec.casting.fp32_rules.norms import norms
 from hf_lowprec.casting.fp32_rules.rotary import rotary_embeddings
-from hf_lowprec.casting.fp32_rules.routers import router_biases
 from hf_lowprec.casting.hooks.hook_placement import (
     NOT_CALLED,
     NOT_NAMED,
@@ -51,7 +50,7 @@ FP32_RULES: tuple[Callable[[ModuleTree], Fp32Parts], ...] = (
     rotary_embeddings,
     losses,
     loss_weights,
-    router_biases,
+    biases_that_choose_experts,
     matrix_functions,
     named_by_model_class,
 )

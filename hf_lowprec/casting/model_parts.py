@@ -15,6 +15,14 @@ def is_model(module: nn.Module) -> bool:
     return hasattr(type(module), "main_input_name") or "main_input_name" in vars(module)
 
 
+def models_in_loss(tree: ModuleTree, model: nn.Module) -> dict[str, nn.Module]:
+    """The models in a loss: `model`, and each largest module beside it that is or contains another."""
+    around = {n for n, part in tree.modules.items() if part is not model and any(m is model for m in part.modules())}
+    beside = {name for name in tree.modules if name not in around and tree.callable_parts(name) == [name]}
+    models = (outermost(name, beside) for name, part in tree.modules.items() if part is model or is_model(part))
+    return {name: tree.modules[name] for name in models if name is not None}
+
+
 def computing_children(tree: ModuleTree, name: str) -> list[str]:
     """The children of a module that hold floating tensors and are not losses, in the order in which they were assigned.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.support.chosen_cases import nightly_except
 from tests.support.every_architecture.model_classes import classes_by_type, main_class
 from tests.support.every_architecture.tiny_batches import offers
 from tests.support.every_architecture.tiny_configs import tiny_config
-from tests.support.models.inspection import BF16, FP32, bits
+from tests.support.models.inspection import FP32
 
 SOURCES = {
     path.parent.name: path.read_text() for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
@@ -27,7 +28,7 @@ UNTRAINED_BIAS = re.compile(
     r"self\.(\w*bias\w*) = nn\.(?:Buffer\(|Parameter\((?:(?!self\.\w+ =).)*?requires_grad=False)", re.DOTALL
 )
 TYPES = {name: classes for name, classes in classes_by_type().items() if model_type_to_module_name(name) in SOURCES}
-NAMES = {name for text in SOURCES.values() for name in UNTRAINED_BIAS.findall(text)}
+NAMES = {name for text in SOURCES.values() for name in UNTRAINED_BIAS.findall(text)} - {"std_bias"}  # that of pixels
 NEED_OTHER_CONFIGS = (
     "inkling_mm_model",
     "dots3_note",
@@ -58,10 +59,6 @@ def untrained(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors if tensor.is_floating_point() and not tensor.requires_grad}
 
 
-def leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 class Chosen(TorchFunctionMode):
     """Finds the tensors without gradient from which, element by element, the arguments of `topk` are computed."""
 
@@ -90,47 +87,31 @@ def test_what_chooses_experts_is_exact(model_type: str) -> None:
         with contextlib.suppress(Exception), torch.no_grad(), Chosen(model) as chosen:
             model(**batch)
             break
-    assert bool(chosen.found) == any(name in NAMES - {"std_bias"} for name in map(leaf, untrained(model)))
+    assert bool(chosen.found) == any(name.rpartition(".")[2] in NAMES for name in untrained(model))
     assert chosen.found or model_type not in SHORT
     for name in chosen.found:
         assert torch.equal(untrained(model)[name], exact[name]) and untrained(model)[name].dtype == FP32
         assert any(name.startswith(kept) for kept in report.kept)
 
 
-def test_names_in_transformers() -> None:
-    for name in NAMES - {"std_bias"}:  # which pixels lie around
-        layer = nn.Linear(2, 2)
-        layer.register_buffer(name, torch.tensor([7.1, 6.9]))
-        assert cast_model(layer).kept == {name: "bias that chooses experts"}, name
-
-
 class Router(nn.Linear):
-    """Of a model with code of its own."""
-
-    def __init__(self, name: str, bias: Tensor) -> None:
-        super().__init__(4, 4)
-        self.name = name
-        self.register_parameter(name, bias) if isinstance(bias, nn.Parameter) else self.register_buffer(name, bias)
-
     def forward(self, x: Tensor) -> Tensor:
-        scores = super().forward(x).sigmoid()
-        chosen = torch.topk(scores + getattr(self, self.name), 2).indices
-        return scores.gather(-1, chosen)
+        return torch.topk(super().forward(x) + self.load_bias, 2).indices  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
-    ("name", "bias", "kept"),
+    ("name", "make", "kept"),
     [
-        ("e_score_correction_bias", nn.Parameter(torch.zeros(4)), True),  # so it is in DeepSeek's own code
-        ("load_bias", torch.zeros(4), True),
-        ("load_bias", nn.Parameter(torch.zeros(4)), False),
-        ("expert_bias", nn.Parameter(torch.zeros(4)), False),  # which experts add to their results
-        ("expert_bias", nn.Parameter(torch.zeros(4), requires_grad=False), True),
+        *((name, nn.Buffer, True) for name in sorted(NAMES)),
+        ("load_bias", nn.Buffer, True),
+        ("load_bias", nn.Parameter, False),
+        ("e_score_correction_bias", nn.Parameter, True),  # so it is in DeepSeek's own code
+        ("expert_bias", nn.Parameter, False),  # which experts add to their results
+        ("expert_bias", partial(nn.Parameter, requires_grad=False), True),
+        ("bias", partial(nn.Parameter, requires_grad=False), False),
     ],
 )
-def test_models_with_their_own_code(name: str, bias: Tensor, kept: bool) -> None:
-    model = nn.Sequential(Router(name, bias), nn.Linear(2, 2)).requires_grad_(bias.requires_grad)
-    cast_model(model)
-    assert bits(model)[f"0.{name}"].dtype == (FP32 if kept else BF16)
-    assert bits(model)["0.bias"].dtype == BF16
-    assert model(torch.randn(3, 4)).dtype == BF16
+def test_names(name: str, make: Any, kept: bool) -> None:
+    router = Router(4, 4)
+    setattr(router, name, make(torch.ones(4)))
+    assert cast_model(router).kept == ({name: "bias that chooses experts"} if kept else {})

@@ -47,11 +47,23 @@ def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
     return entries
 
 
+def matching_entries(tree: ModuleTree, entries: Iterable[Entry]) -> list[Entry]:
+    """The entries that name something in the model."""
+    return [entry for entry in entries if (parts := named_by_caller(tree, entry)).modules or parts.tensors]
+
+
+def entries_within(tree: ModuleTree, name: str, entries: Iterable[Entry]) -> list[Entry]:
+    """The entries for a cast of one module alone: those that match there, and what the others name there."""
+    found = matching_entries(ModuleTree.of(tree.modules[name]), entries)
+    others = Fp32Parts.combine(named_by_caller(tree, entry) for entry in entries if entry not in found)
+    below = (inside for inside in (*others.modules, *others.tensors) if inside.startswith(f"{name}."))
+    return [*found, *(inside.removeprefix(f"{name}.") for inside in below)]
+
+
 def check_entries_match(tree: ModuleTree, entries: Iterable[Entry]) -> None:
     """Raise ValueError, listing similar names, for an entry that names nothing in the model."""
     for entry in entries:
-        parts = named_by_caller(tree, entry)
-        if parts.modules or parts.tensors:
+        if matching_entries(tree, [entry]):
             continue
         name = entry if isinstance(entry, str) else entry.__name__
         names = {*tree.modules, *(owner.name for tensor in tree.tensors for owner in tensor.owners)}

@@ -14,6 +14,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.casting.cast import runs_under_autocast
+from hf_lowprec.casting.fp32_rules.keep_fp32_entries import as_entries, matching_entries
+from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
@@ -110,8 +112,7 @@ class LowPrecisionCallback(TrainerCallback):
             ValueError: `grad_accumulation` or `reduction` is unknown, or `check_replicas_every` is negative.
         """
         options = optim_args or OptimArgs()
-        patterns = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
-        self._patterns = (*patterns, *options.keep_fp32)
+        self.entries = (*as_entries(self.keep_fp32), *options.keep_fp32)
         accumulation = self.grad_accumulation if options.grad_accumulation is None else options.grad_accumulation
         self._accumulation = check_grad_accumulation(accumulation)
         self._reduction = check_reduction(self.requested_reduction if options.reduction is None else options.reduction)
@@ -138,7 +139,9 @@ class LowPrecisionCallback(TrainerCallback):
         check_quantized_weights_are_frozen(model)
         for module in filter(runs_under_autocast, model.modules()):  # an earlier Trainer had mixed precision
             extract_model_from_parallel(module, keep_fp32_wrapper=False)
-        self.cast_report = cast_model(model, self.dtype, self._patterns, self.keep_low_bits)
+        # The others may name modules of a loss around the model, which is checked when the optimizer is created.
+        entries = matching_entries(ModuleTree.of(model), self.entries) if outputs_next_to_loss else self.entries
+        self.cast_report = cast_model(model, self.dtype, entries, self.keep_low_bits)
         self._trained = model
         return_float32(model, outputs_next_to_loss)
         logger.info("hf_lowprec: %s", self.cast_report)
@@ -165,9 +168,10 @@ class LowPrecisionCallback(TrainerCallback):
     ) -> Any:
         """`Accelerator.prepare_model`: first cast the model if it is only evaluated."""
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
-            patterns = self._patterns if type(model) is type(self._trained) else ()  # other classes have other names
+            # Other classes have other names.
+            entries = matching_entries(ModuleTree.of(model), self.entries if type(model) is type(self._trained) else ())
             report = cast_like_trained(
-                model, self._trained, lambda other: cast_model(other, self.dtype, patterns, keep_low_bits=False)
+                model, self._trained, lambda other: cast_model(other, self.dtype, entries, keep_low_bits=False)
             )
             if report.changed:
                 self.reduction.notes.append(
@@ -281,7 +285,7 @@ class LowPrecisionCallback(TrainerCallback):
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         # FSDP2 loads into the existing tensors and keeps their dtypes.
         if best and not any(map(is_sharded, kwargs["model"].parameters())):
-            cast_model(kwargs["model"], self.dtype, self._patterns, keep_low_bits=False)
+            cast_model(kwargs["model"], self.dtype, keep_low_bits=False)
         if not isinstance(optimizer, LowPrecisionOptimizer):
             return
         if isinstance(optimizer, ScheduleFreeAdamW):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -14,7 +13,11 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_lowprec.casting import cast_model, return_float32
-from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.cast_plan import fp32_parts
+from hf_lowprec.casting.earlier_casts import cast_dtypes, earlier_entries
+from hf_lowprec.casting.fp32_rules.keep_fp32_entries import check_entries_match, check_not_rounded, entries_within
+from hf_lowprec.casting.model_parts import models_in_loss
+from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.transformers import private_apis
@@ -160,6 +163,7 @@ def _catch_up(trainer: Trainer, model: nn.Module | None) -> None:
     """Cast what a checkpoint or the user has added to a cast model, such as adapters. The rest is not changed.
 
     If `compute_loss` or `training_step` were replaced, they may need outputs in FP32.
+    In losses around the model, cast every model, so that it returns FP32. Parameters of the losses stay in FP32.
 
     Args:
         trainer: the Trainer, about to create its optimizer or to keep one that it was given.
@@ -167,15 +171,22 @@ def _catch_up(trainer: Trainer, model: nn.Module | None) -> None:
     """
     if attachment_of(trainer) is not None and _needs_outputs(trainer) and cast_dtypes(trainer.model):
         return_float32(trainer.model)
+    model = trainer.model if model is None else model
+    tree, attachment = ModuleTree.of(_with_losses(trainer, model)), attachment_of(trainer)
+    callback = LowPrecisionCallback() if attachment is None else attachment.callback
+    check_entries_match(tree, set(callback.entries).difference(earlier_entries(model)))
     if trainer.args.optim not in OPTIMIZER_NAMES or trainer.optimizer is not None:
         return
     if trainer.optimizer_cls_and_kwargs is not None:
         return
-    whole = _with_losses(trainer, trainer.model if model is None else model)
-    if dtypes := _low_precision_dtypes(whole):
-        attachment = attachment_of(trainer)
-        keep_low_bits = attachment is not None and attachment.callback.keep_low_bits
-        cast_model(whole, min(dtypes, key=str), keep_low_bits=keep_low_bits)
+    if dtypes := _low_precision_dtypes(tree.modules[""]):
+        for name, part in models_in_loss(tree, model).items():
+            entries = entries_within(tree, name, callback.entries)
+            cast_model(part, min(dtypes, key=str), entries, callback.keep_low_bits)
+            if part is not model:
+                return_float32(part)
+        if tree.modules[""] is not model:
+            check_not_rounded(tree, fp32_parts(tree, callback.entries), fp32_parts(tree, ()))
 
 
 def _settings_of_given_optimizer(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -191,7 +202,7 @@ def _with_losses(trainer: Trainer, model: nn.Module) -> nn.Module:
     """The losses that contain `model`, which sentence-transformers trains and keeps in `trainer.loss`; else `model`."""
     loss = getattr(trainer, "loss", None)
     if isinstance(loss, dict) and all(isinstance(one, nn.Module) for one in loss.values()):
-        loss = nn.Sequential(OrderedDict(loss))
+        loss = nn.ModuleDict(loss)
     return loss if isinstance(loss, nn.Module) and any(module is model for module in loss.modules()) else model
 
 
