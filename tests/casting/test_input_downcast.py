@@ -3,8 +3,7 @@
 import contextlib
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
@@ -47,23 +46,12 @@ class Spy(nn.Module):
         self.got = (x, target_boxes, rest, named)
 
 
-@dataclass
-class Batch:
-    x: torch.Tensor
-    old: torch.Tensor
-    parts: list[torch.Tensor]
-
-    def __getattr__(self, name: str) -> Any:  # keys and the like: those of a dict of its fields
-        return getattr(vars(self), name)
-
-    def __getitem__(self, key: str) -> Any:
-        return vars(self)[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self, key, value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self))
+AS_DICT = {"__iter__": lambda self: iter(vars(self)), "pop": lambda self, key: vars(self).pop(key)}
+AS_DICT |= {
+    "__getitem__": lambda self, key: vars(self)[key],
+    "__setitem__": lambda self, key, value: vars(self).update({key: value}),
+}
+Batch = make_dataclass("Batch", ["x", "old", "parts"], namespace=AS_DICT)
 
 
 class Writes(nn.Module):

@@ -194,19 +194,8 @@ def test_tokenizer_and_generation_config_come_along(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1 w2")["input_ids"] == tokenizer()("w1 w2")["input_ids"]
 
 
-class FabricLike(nn.Module):
-    """As Lightning Fabric's wrapper."""
-
-    def __init__(self, module):
-        super().__init__()
-        self._forward_module = module
-
-    @property
-    def module(self):
-        return self._forward_module
-
-
-@pytest.mark.parametrize("wrap", [torch.compile, FabricLike])
+# The second has an attribute `module`, as Lightning Fabric's wrapper.
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.ModuleDict({"module": model})])
 def test_a_wrapped_model(tmp_path, wrap):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
     expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
