@@ -94,13 +94,9 @@ def one_group(model: nn.Module) -> torch.optim.Optimizer:
     return hf_lowprec.AdamW(model.parameters(), lr=0.1)
 
 
-def frozen(part: str) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = Net()
-        model.get_submodule(part).requires_grad_(False)
-        return model
-
-    return build
+def freeze(part: str, model: nn.Module) -> nn.Module:
+    getattr(model, "module", model).get_submodule(part).requires_grad_(False)
+    return model
 
 
 def another_net() -> nn.Module:
@@ -192,10 +188,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "frozen": (
         {},
-        {"build": frozen("norm")},
+        {"build": lambda: freeze("norm", Net())},
         "parameter 2 of Net is 'norm.weight: float32 (8,), frozen' on rank 1 and 'norm.weight: float32 (8,)' on rank 0",
     ),
-    "all frozen": ({}, {"build": frozen("")}, "'first.weight: bfloat16 (8, 4), frozen' on rank 1 and"),
+    "late": ({}, {"change": lambda model, _: freeze("norm", model)}, "'norm.bias: float32 (8,), frozen' on rank 1 and"),
+    "all frozen": ({}, {"build": lambda: freeze("", Net())}, "'first.weight: bfloat16 (8, 4), frozen' on rank 1 and"),
     "weights": (
         {},
         {"change": another_weight},

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting.hooks.argument_roles import is_time, role_of
 from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, uses_torch_losses
-from hf_lowprec.casting.hooks.module_hooks import (
-    convert_floats,
-    install_output_upcast,
-    remove_hooks,
-    write_back_after_forward,
-)
+from hf_lowprec.casting.hooks.module_hooks import convert_floats, install_output_upcast, remove_hooks, write_back_later
 from hf_lowprec.casting.model_parts import called_children, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -96,7 +91,7 @@ class DowncastInputs:
         given = () if isinstance(module, _LAYERS) else (*args, *kwargs.values())  # layers write nothing
         args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=True)])
         kwargs = {name: convert_floats(value, downcast, name) for name, value in kwargs.items()}
-        write_back_after_forward(module, given, (*args, *kwargs.values()))
+        write_back_later(module, given, (*args, *kwargs.values()))
         if self.takes_times and not torch.compiler.is_compiling():
             arguments = (*zip(names, args, strict=True), *kwargs.items())
             times = [name for name, value in arguments if is_time(name) and _is_integer(value)]

@@ -27,7 +27,7 @@ def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any
         return args, kwargs  # it computes with the tensors of those modules, in their dtypes (PEFT's DoRA)
     args, kwargs = convert_floats(args, _to_fp32), convert_floats(kwargs, _to_fp32)
     if not only_tensors and module is not None:  # norms, which get only tensors, need not wait for it
-        write_back_after_forward(module, given, (*args, *kwargs.values()))
+        write_back_later(module, given, (*args, *kwargs.values()))
     return args, kwargs
 
 
@@ -203,7 +203,7 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
     return value
 
 
-def write_back_after_forward(module: nn.Module, values: Iterable[Any], copies: Iterable[Any]) -> None:
+def write_back_later(module: nn.Module, values: Iterable[Any], copies: Iterable[Any]) -> None:
     """When the call of `module` that begins has ended, write into `values` what it has written into their `copies`.
 
     Not in code that torch compiles, nor for tensors in inference mode, where torch does not count writes.

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -83,7 +82,7 @@ def prepare_accelerator(
     - Models cast by `cast_model` return FP32 outputs to the training loop once they are prepared, as after
       `return_float32`.
     - Mixed precision "bf16" is turned off, because under FSDP2 it would make parameters FP32.
-    - Ranks are compared when a model is prepared and before an optimizer's first step. If settings, parameters or
+    - Ranks are compared when a model is prepared and before the first `backward` and step. If settings, parameters or
       replicated weights differ, every rank raises a `RuntimeError` that names the differences. Weights that differ
       before FSDP2 shards them cause a warning.
     - `accelerator.save_state` also saves the names of the optimizer's parameters and the model's configuration, which
@@ -107,13 +106,11 @@ def prepare_accelerator(
             `reduction` asks for that, or it has already prepared a model under DDP, FSDP2 or autocast, or any model if
             `grad_accumulation` is not "nearest".
     """
-    requested = {
-        "grad_accumulation": check_grad_accumulation(grad_accumulation),
-        "reduction": check_reduction(reduction),
-    }
+    check_grad_accumulation(grad_accumulation)
+    check_reduction(reduction)
     if isinstance(accelerator, _Prepared):
         earlier, *_ = accelerator._hf_lowprec
-        for name, value in requested.items():
+        for name, value in (("grad_accumulation", grad_accumulation), ("reduction", reduction)):
             if getattr(earlier, name) != value:
                 raise ValueError(f"the accelerator was already prepared with {name}={getattr(earlier, name)!r}")
         return earlier
@@ -192,9 +189,8 @@ def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionSt
 
 def _any_in_ddp(models: list[nn.Module]) -> bool:
     """Return whether DDP wraps any of `models`. Accelerate keeps the models that it prepares, but no wrappers."""
-    if not models:  # searching takes a tenth of a second
-        return False
-    return any(getattr(wrapper, "module", None) is model for wrapper in data_parallel_wrappers() for model in models)
+    wrappers = data_parallel_wrappers() if models else ()  # searching takes a tenth of a second
+    return any(getattr(wrapper, "module", None) in models for wrapper in wrappers)
 
 
 class PreparedModels(weakref.WeakSet):
@@ -233,17 +229,13 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
     if private_apis.trains_on_several_ranks(accelerator.num_processes, [model]):
         average_gradients(
-            private_apis.replicated_parameters(model), functools.partial(_is_last, accelerator.gradient_state)
+            private_apis.replicated_parameters(model),
+            functools.partial(getattr, accelerator.gradient_state, "sync_gradients"),
         )
     if sizes.tp_size > 1:
         reduction.notes.append(
             f"tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits, by torch"
         )
-
-
-def _is_last(state: GradientState) -> bool:
-    """Return whether a backward pass is that of the last micro-batch."""
-    return bool(state.sync_gradients)
 
 
 def _watching(partial: PartialGradients, forward: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -464,8 +456,10 @@ class _BeforeOverrides(Accelerator):
     def backward(self, loss: Any, **kwargs: Any) -> Any:
         """`Accelerator.backward`: warn of a 16-bit loss; accumulate the gradients of all that is trainable by now."""
         warn_if_in_16_bits(loss, "the training step", "compute it of FP32 predictions: predictions.float()")
+        reduction, comparison, prepared_models = self._hf_lowprec
+        comparison.compare_models([one for one in private_apis.prepared_models(self) if one in prepared_models])
         with ExitStack() as stack:
-            for accumulator in self._hf_lowprec[0].accumulators:
+            for accumulator in reduction.accumulators:
                 stack.enter_context(accumulator.active())
             return super().backward(loss, **kwargs)
 

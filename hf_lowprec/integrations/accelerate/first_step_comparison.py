@@ -19,7 +19,7 @@ from hf_lowprec.reduction.compare_replicas import (
     synchronized_parameters,
     with_optimizer_states,
 )
-from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings, to_plain_value
+from hf_lowprec.reduction.same_settings import check_same_settings, model_settings, optimizer_settings, to_plain_value
 
 
 class FirstStepComparison:
@@ -32,6 +32,7 @@ class FirstStepComparison:
     def __init__(self, accelerator: Accelerator) -> None:
         self._num_processes = accelerator.num_processes
         self._gradient_state = accelerator.gradient_state
+        self._models_compared = False
         self._watched: dict[torch.optim.Optimizer, list[nn.Module]] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
@@ -44,6 +45,21 @@ class FirstStepComparison:
         if (self._num_processes > 1 or torch.distributed.is_initialized()) and optimizer not in self._watched:
             self._watched[optimizer] = models
             optimizer.register_step_pre_hook(self._before_step)
+
+    def compare_models(self, models: list[nn.Module]) -> None:
+        """Compare the parameters before the first backward pass: names, dtypes, shapes, and which of them are frozen.
+
+        For the gradient of a parameter that one rank has frozen since `prepare`, the others would wait forever.
+
+        Args:
+            models: the models that are trained, in the same order on all ranks.
+
+        Raises:
+            RuntimeError: on every rank; the message names the ranks and the difference.
+        """
+        if self._watched and not self._models_compared and trains_on_several_ranks(self._num_processes, models):
+            self._models_compared = True
+            check_same_settings({name: value for model in models for name, value in model_settings(model).items()})
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.compare(optimizer, getattr(optimizer, "limit", None))
@@ -69,8 +85,9 @@ class FirstStepComparison:
                 **optimizer_settings(optimizer, names),
             }
         )
-        trained = (param for group in optimizer.param_groups for param in group["params"] if param in names)
-        named = ((names[param], param) for param in trained)
+        named = (
+            (names[param], param) for group in optimizer.param_groups for param in group["params"] if param in names
+        )
         # Other optimizers may keep a different part of their state on each rank.
         with_its_state = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
         if with_its_state is not None:

@@ -138,8 +138,7 @@ def prepared_optimizers(accelerator: Any) -> list[Any]:
 
 def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:
     """The parameters of `model` that FSDP2 will not shard, by the `ignored_modules` of accelerate's plugin."""
-    ignored = accelerator.state.fsdp_plugin.ignored_modules
-    return get_parameters_from_modules(ignored, model, accelerator.device)
+    return get_parameters_from_modules(accelerator.state.fsdp_plugin.ignored_modules, model, accelerator.device)
 
 
 @contextmanager
