@@ -197,7 +197,7 @@ def is_replaced(param: Tensor) -> bool:
 
 def replaced(params: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield those of `params` that are replaced. Then, the low bits in the optimizer belong to the present weights."""
-    for param in params if LOADED else ():
+    for param in params:
         if is_replaced(param):
             yield param
         if id(param) in LOADED:

@@ -24,7 +24,7 @@ from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, local_shard, part_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, fp32_value, mode_name, round_nearest
-from hf_lowprec.rounding.low_bits import chunk_size, is_replaced, low_bits, replaced, set_low_bits, stored_pair
+from hf_lowprec.rounding.low_bits import LOADED, chunk_size, is_replaced, low_bits, replaced, set_low_bits, stored_pair
 from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -72,7 +72,7 @@ def reset_low_bits_of_other_weights(optimizer: Algorithm) -> int:
         The number of parameters whose compensation or remainder was not zero.
     """
     count = 0
-    for param in replaced(_params_of(optimizer)):
+    for param in replaced(_params_of(optimizer)) if LOADED else ():
         if (state := low_bits_state(optimizer.state.get(param, {}))) is not None:
             count += bool(local_shard(state).any())
             state.zero_()
