@@ -26,15 +26,11 @@ CLASSES = {"sentence": ANCHORS, "label": [k % 3 for k in range(64)]}
 SIMILAR = PAIRS | {"label": [k % 5 / 4 for k in range(64)]}
 SAME = PAIRS | {"label": [k % 2 for k in range(64)]}
 EMBEDDINGS = {"sentence": ANCHORS, "label": torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).tolist()}
-NOISY = {"noisy": ANCHORS, "text": ANCHORS}
 RANKING = "MultipleNegativesRankingLoss"
 SMOOTH = {RANKING, "classifier", "ContrastiveTension", "EmbedDistill projected"}  # not of small differences
 NAMES = (
-    (
-        PAIRS,
-        "ContrastiveTension CachedMultipleNegativesSymmetricRanking MultipleNegativesSymmetricRanking MegaBatchMargin",
-    ),
-    (PAIRS, "GlobalOrthogonalRegularization"),
+    (PAIRS, "ContrastiveTension MegaBatchMargin GlobalOrthogonalRegularization"),
+    (PAIRS, "MultipleNegativesSymmetricRanking CachedMultipleNegativesSymmetricRanking"),
     (TRIPLETS, "Triplet"),
     (TRIPLETS | {"label": SIMILAR["label"]}, "MarginMSE"),
     (TRIPLETS | {"label": [[k / 64, 1 - k / 64] for k in range(64)]}, "DistillKLDiv"),
