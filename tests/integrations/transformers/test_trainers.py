@@ -139,12 +139,6 @@ def test_an_optimizer_that_is_not_the_one_asked_for_is_refused(tmp_path):
     assert all(torch.equal(p.to(torch.bfloat16), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-def test_the_way_out_that_is_offered_works(tmp_path):
-    callbacks = [hf_lowprec.LowPrecisionCallback()]
-    trainer = trained(tmp_path, trainer_cls=BuildsTorchs, optim="adamw_torch", callbacks=callbacks, max_steps=2)
-    assert_pure_bf16(trainer.model)
-
-
 def test_modules_of_galore_are_refused(tmp_path):
     with pytest.raises(ValueError, match=re.escape("optim_target_modules=['mlp'] selects modules for GaLore")):
         trained(tmp_path, optim="adamw_bf16_kahan", optim_target_modules=["mlp"])
