@@ -122,9 +122,10 @@ def steps() -> None:
         learn(model, optimizer)
         norms = [optimizer.grad_norm]
         if not optimizer.gradient_release:
-            GradientAccumulator(model)
+            accumulator = GradientAccumulator(model)
             for micro_batch in range(3):
-                backward(model, micro_batch)
+                with accumulator.active():
+                    backward(model, micro_batch)
             norms.append(optimizer.clip_grad_norm_(0.5))
             optimizer.step()
             assert all(norm is None or norm.device == device for norm in norms)
