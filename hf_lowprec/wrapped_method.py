@@ -11,11 +11,6 @@ from typing import Any
 
 _WRAPPERS = "_hf_lowprec_wrappers"
 """The attribute of an instance that holds its `_Wrappers`."""
-_ORIGINAL = "_hf_lowprec_original"
-"""The attribute of a class's method that calls the wrappers of its instance: the method that it stands for.
-
-Not `__wrapped__`: accelerate follows that to take off its autocast, and would take off the wrappers as well.
-"""
 
 
 def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
@@ -37,11 +32,6 @@ def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
         return wrapper(original, *args, **kwargs)
 
     setattr(owner, name, kind(call) if kind else call)
-
-
-def original_method(method: Any) -> Any:
-    """The method of a class that calls no wrappers, if `method` calls those of an instance; else `method` itself."""
-    return getattr(method, _ORIGINAL, method)
 
 
 def wrap_once(instance: object, name: str, wrapper: Callable) -> bool:
@@ -95,6 +85,21 @@ def _key(instance: object, name: str, wrapper: Callable) -> tuple[type, str] | N
     return next((key for key, found in wrappers.items() if key[1] == name and wrapper in found), None)
 
 
+class _CallingWrappers(functools.partial):
+    """The `__wrapped__` of a method of a class that calls the wrappers of its instance: calls them as well.
+
+    torch.fx and `inspect` follow it to the method as it was. Accelerate looks for the method that it has put autocast
+    around, bound to the instance, and makes what it finds the `forward`: that is this, not the method without wrappers.
+    """
+
+    __wrapped__: Callable
+
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "__func__", None) is self.func
+
+    __hash__ = functools.partial.__hash__
+
+
 class _Wrappers(dict[tuple[type, str], tuple[Callable, ...]]):
     """The wrappers of the methods of an instance, by the class that has the method and its name, innermost first."""
 
@@ -115,7 +120,7 @@ def _wrap_method_of_instance(instance: object, name: str, wrapper: Callable) -> 
 
     def is_own(value: Any) -> bool:
         is_bound = isinstance(value, MethodType) and value.__self__ is instance
-        return is_bound and original_method(value.__func__) is original
+        return is_bound and _original(value.__func__) is original
 
     if is_own(attributes.get(name)):
         del attributes[name]  # which would make copies of the instance call this one
@@ -134,6 +139,12 @@ def _call_attribute(attribute: Callable, original: Callable, instance: object, *
     return attribute(*args, **kwargs)
 
 
+def _original(method: Any) -> Any:
+    """The method that one calling wrappers stands for; else `method` itself."""
+    calling = method if isinstance(method, _CallingWrappers) else getattr(method, "__wrapped__", None)
+    return calling.__wrapped__ if isinstance(calling, _CallingWrappers) else method
+
+
 def _call_wrappers(cls: type, name: str) -> Callable:
     """Let a method of a class call the wrappers that its instance has for it. Calling it again has no effect.
 
@@ -142,8 +153,8 @@ def _call_wrappers(cls: type, name: str) -> Callable:
     """
     replaced = getattr(cls, name)
     original: Any = replaced.fget if isinstance(replaced, property) else replaced
-    if hasattr(original, _ORIGINAL):
-        return original_method(original)
+    if _original(original) is not original:
+        return _original(original)
 
     @functools.wraps(original)
     def call(instance: object, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +163,6 @@ def _call_wrappers(cls: type, name: str) -> Callable:
             method = functools.partial(wrapper, method)
         return method(instance, *args, **kwargs)
 
-    del call.__wrapped__
-    vars(call).update({"__signature__": inspect.signature(original), _ORIGINAL: original})
+    call.__wrapped__ = functools.update_wrapper(_CallingWrappers(call), original)
     setattr(cls, name, replaced.getter(call) if isinstance(replaced, property) else call)
     return original

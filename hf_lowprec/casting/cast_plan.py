@@ -117,8 +117,7 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     heads = output_heads(tree, parts, dtype)
     loss_modules = [name for name in hooked if is_loss(tree.modules[name])]
     hooks = plan_hooks(tree, parts, hooked, heads, dtype)
-    loss_kinds = ("loss function in FP32", "torch losses in FP32")
-    named = [hook.module for hook in hooks if hook.kind in loss_kinds and hook.reason not in (NOT_CALLED, NOT_NAMED)]
+    named = [hook.module for hook in hooks if "in FP32" in hook.kind and hook.reason not in (NOT_CALLED, NOT_NAMED)]
     return CastPlan(
         dtype,
         tensors,

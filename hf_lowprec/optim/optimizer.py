@@ -39,9 +39,6 @@ from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, 
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
 from hf_lowprec.rounding.low_bits import low_bits_to_save, restore_saved_low_bits
 
-_LOW_BITS = "low_bits"
-"""The key of a pickled optimizer that holds the low bits kept with its parameters, which have not been stepped yet."""
-
 
 class LowPrecisionOptimizer(Algorithm):
     """Base of the optimizers that train BF16 (or FP16) weights as accurately as FP32 ones.
@@ -574,14 +571,14 @@ class LowPrecisionOptimizer(Algorithm):
         return {
             **super().__getstate__(),
             **norm_before,
-            # torch leaves out the attributes of a parameter when it is copied deeply.
-            _LOW_BITS: [*map(low_bits_to_save, params_of(self))],
+            # Of weights not stepped yet: torch leaves out the attributes of a parameter when it is copied deeply.
+            "low_bits": [*map(low_bits_to_save, params_of(self))],
             "skipped_before": self.skipped_steps,
             **{name: getattr(self, name) for name in (*arguments.EXECUTION_ARGUMENTS, "grad_norm")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        norm_before, low_bits = state.pop(NORM_BEFORE, 0.0), state.pop(_LOW_BITS, ())
+        norm_before, low_bits = state.pop(NORM_BEFORE, 0.0), state.pop("low_bits", ())
         super().__setstate__(state)
         for param, kept in zip(params_of(self), low_bits, strict=False):
             if kept is not None:

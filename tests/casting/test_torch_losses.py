@@ -276,6 +276,8 @@ def test_torch_export() -> None:
     model = build(Built)
     exported = torch.export.export(model, (X,)).module()
     assert torch.equal(exported(X)[0], model(X)[0])
+    model = build(InAFunction)
+    assert torch.equal(torch.fx.symbolic_trace(model)(X.to(BF16))[1], model(X)[1])
 
 
 class Checkpointed(Net):

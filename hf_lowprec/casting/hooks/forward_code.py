@@ -6,8 +6,6 @@ from types import CodeType
 
 from torch import nn
 
-from hf_lowprec.wrapped_method import original_method
-
 TORCH_LOSS_FUNCTIONS = {name for name in dir(nn.functional) if name.endswith(("_loss", "cross_entropy"))}
 TORCH_LOSS_FUNCTIONS |= {"binary_cross_entropy_with_logits", "kl_div"}
 TORCH_LOSS_FUNCTIONS -= {"linear_cross_entropy"}  # multiplies by the weights of the head
@@ -62,4 +60,4 @@ def _library(module: nn.Module) -> str:
 
 
 def _code(module: nn.Module) -> CodeType | None:
-    return getattr(inspect.unwrap(original_method(type(module).forward)), "__code__", None)
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)

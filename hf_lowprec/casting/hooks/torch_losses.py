@@ -20,7 +20,6 @@ from hf_lowprec.wrapped_method import unwrap_method, wrap_once
 _IN_FP32 = {functional.log_softmax, torch.log_softmax, Tensor.log_softmax}
 _IN_FP32 |= {getattr(functional, name) for name in TORCH_LOSS_FUNCTIONS}
 _IN_FP32.add(torch.cdist)  # takes no 16-bit numbers
-_LOGSUMEXP = {torch.logsumexp, Tensor.logsumexp}
 
 
 class Fp32TorchLosses(TorchFunctionMode):
@@ -29,7 +28,7 @@ class Fp32TorchLosses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Activation checkpointing runs the code again in backward, without the mode, and compares dtypes.
-        is_loss = func in _IN_FP32 or (func in _LOGSUMEXP and not _keeps_dim(*args, **kwargs))
+        is_loss = func in _IN_FP32 or (func in (torch.logsumexp, Tensor.logsumexp) and not _keeps_dim(*args, **kwargs))
         if is_loss and not runs_in_checkpoint():
             args, kwargs = to_fp32_copies(args), to_fp32_copies(kwargs)
         return func(*args, **kwargs)

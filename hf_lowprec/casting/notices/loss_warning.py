@@ -40,9 +40,8 @@ def warn_of_16_bit_loss(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
-    loss = loss[0] if isinstance(loss, tuple) else loss
     way_out = _CALL if not returns_float32(module) else "use torch's loss functions there, or predictions.float()"
-    warn_if_in_16_bits(loss, type(module).__name__, way_out)
+    warn_if_in_16_bits(loss[0] if isinstance(loss, tuple) else loss, type(module).__name__, way_out)
 
 
 def warn_if_in_16_bits(loss: Any, computed_by: str, way_out: str) -> None:
