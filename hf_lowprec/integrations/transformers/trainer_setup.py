@@ -175,9 +175,8 @@ def _catch_up(trainer: Trainer, model: nn.Module | None) -> None:
     tree, attachment = ModuleTree.of(_with_losses(trainer, model)), attachment_of(trainer)
     callback = LowPrecisionCallback() if attachment is None else attachment.callback
     check_entries_match(tree, set(callback.entries).difference(earlier_entries(model)))
-    if trainer.args.optim not in OPTIMIZER_NAMES or trainer.optimizer is not None:
-        return
-    if trainer.optimizer_cls_and_kwargs is not None:
+    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    if is_given or trainer.args.optim not in OPTIMIZER_NAMES:
         return
     if dtypes := _low_precision_dtypes(tree.modules[""]):
         for name, part in models_in_loss(tree, model).items():
