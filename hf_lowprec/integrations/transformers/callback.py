@@ -17,6 +17,7 @@ from hf_lowprec.casting.cast import runs_under_autocast
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import as_entries, matching_entries
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
+from hf_lowprec.integrations.accelerate.private_apis import switch_autocast_off
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
@@ -147,15 +148,15 @@ class LowPrecisionCallback(TrainerCallback):
         logger.info("hf_lowprec: %s", self.cast_report)
         return model
 
-    def prepare(self, accelerator: Accelerator, autocast_off: bool = False) -> None:
+    def prepare(self, accelerator: Accelerator) -> None:
         """Let `accelerator` sum gradients in FP32; called by the Trainer's constructor.
 
         Models that it prepares for evaluation only (references, teachers, judges) are cast like the trained one.
 
         Args:
             accelerator: as `prepare_accelerator` takes it.
-            autocast_off: whether the user requested mixed precision, which the Trainer has disabled.
         """
+        autocast_off = switch_autocast_off(accelerator)
         self.reduction = prepare_accelerator(accelerator, self._accumulation, self._reduction)
         if autocast_off and self.report:
             self.reduction.notes.append(AUTOCAST_OFF)

@@ -101,15 +101,9 @@ def build(call: TrainerCall) -> None:
 
 
 def create_accelerator(call: TrainerCall) -> None:
-    """`Trainer.create_accelerator_and_postprocess`: leave autocast off, and let gradients be summed in FP32."""
-    args = call.trainer.args
-    mixed_precision = args.mixed_precision
-    try:
-        args.mixed_precision = "no"  # accelerate's state is created only once, so its precision cannot change later
-        call.proceed()
-    finally:
-        args.mixed_precision = mixed_precision
-    call.attachment.callback.prepare(call.trainer.accelerator, autocast_off=mixed_precision == "bf16")
+    """`Trainer.create_accelerator_and_postprocess`: let gradients be summed in FP32, without autocast."""
+    call.proceed()
+    call.attachment.callback.prepare(call.trainer.accelerator)
 
 
 def norm_over_meshes(call: TrainerCall) -> Any:

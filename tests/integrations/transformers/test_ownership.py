@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
 import hf_lowprec
@@ -14,6 +15,7 @@ def test_the_users_arguments_and_callbacks_are_not_changed(tmp_path):
     trainer = Trainer(model=llama(), args=args, train_dataset=counting_data(), callbacks=callbacks)
     assert trainer.accelerator.mixed_precision == "no"
     assert args.mixed_precision == "bf16", "the next trainer of these arguments may want it"
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
     assert callbacks == [hf_lowprec.LowPrecisionCallback]
     Trainer(model=llama(), args=args, train_dataset=counting_data(), callbacks=tuple(callbacks))
 
