@@ -25,7 +25,7 @@ from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
-from hf_lowprec.optim.state.low_bits import reset_low_bits_of_other_weights
+from hf_lowprec.optim.state.low_bits import reset_low_bits_of_other_weights, zero_low_bits_of_other_weights
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
@@ -568,9 +568,12 @@ class LowPrecisionOptimizer(Algorithm):
         if self.release is not None:
             self.release.check_between_steps("copy or pickle")
             norm_before = {NORM_BEFORE: float(self.release.clipping.norm_before)}
+        states = self.state.copy()
+        zero_low_bits_of_other_weights(states, ((param, param) for param in params_of(self)))
         return {
             **super().__getstate__(),
             **norm_before,
+            "state": states,
             # Of weights not stepped yet: torch leaves out the attributes of a parameter when it is copied deeply.
             "low_bits": [*map(low_bits_to_save, params_of(self))],
             "skipped_before": self.skipped_steps,

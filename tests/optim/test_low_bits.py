@@ -208,6 +208,9 @@ def test_weights_that_are_loaded_between_steps(loaded, remain, rounding, options
             whole.load_state_dict(weights[each])
             if each in ("other", "fp32"):
                 assert same(estimates(params, optimizer), [param.float() for param in params])
+                assert same(estimates(*copy.deepcopy((params, optimizer))), [param.float() for param in params])
+                saved = optimizer.state_dict()["state"].values()
+                assert not any(low_bits_state(entry).any() for entry in saved)
     exact = [param.float() for param in params]
     if remain:
         exact = [fp32_value(param.detach(), bits) for param, bits in zip(params, held[remain], strict=True)]

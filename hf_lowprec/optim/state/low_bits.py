@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,6 +77,19 @@ def reset_low_bits_of_other_weights(optimizer: Algorithm) -> int:
             count += bool(local_shard(state).any())
             state.zero_()
     return count
+
+
+def zero_low_bits_of_other_weights(states: dict[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
+    """As `reset_low_bits_of_other_weights`, in a copy of `optimizer.state` that is to be saved.
+
+    Args:
+        states: the entries of the parameters. They are not changed, but replaced.
+        keys: the parameters, each with the key of its entry.
+    """
+    for param, key in keys if LOADED else ():
+        if is_replaced(param) and key in states:
+            zeros = {name: torch.zeros_like(value) for name, value in states[key].items() if name in LOW_BITS_STATES}
+            states[key] = {**states[key], **zeros}
 
 
 def low_bits_state(optimizer_state: Mapping[str, Any]) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim.arguments import dtype_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.state.low_bits import low_bits_state
+from hf_lowprec.optim.state.low_bits import low_bits_state, zero_low_bits_of_other_weights
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import low_bits_to_save
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -85,6 +85,7 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         state_dict["param_groups"][0][NORM_BEFORE] = float(release.clipping.norm_before)
     if skipped_steps := optimizer.skipped_steps:
         state_dict["param_groups"][0][SKIPPED_STEPS] = skipped_steps
+    zero_low_bits_of_other_weights(state_dict["state"], numbered_parameters(optimizer, state_dict))
     saved = {
         **state_dict,
         "param_groups": [saved_group(group) for group in state_dict["param_groups"]],
