@@ -2,16 +2,24 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
 from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
-from hf_lowprec.casting.fp32_rules.rotary import Restoration, is_rotary, restore_table
+from hf_lowprec.casting.fp32_rules import is_rotary
 from hf_lowprec.casting.hooks.hook_placement import HookKind
 from hf_lowprec.casting.hooks.input_downcast import forget_numbers, install_input_downcast, remove_input_downcast
-from hf_lowprec.casting.hooks.loss_hooks import install_fp32_loss, remove_fp32_loss
+from hf_lowprec.casting.hooks.losses import (
+    install_fp32_loss,
+    install_fp32_torch_losses,
+    install_loss_warning,
+    remove_fp32_loss,
+    remove_fp32_torch_losses,
+    remove_loss_warning,
+)
 from hf_lowprec.casting.hooks.module_hooks import (
     install_input_upcast,
     install_output_downcast,
@@ -19,14 +27,14 @@ from hf_lowprec.casting.hooks.module_hooks import (
     remove_conversion_hooks,
     remove_model_output_upcast,
 )
-from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses, remove_fp32_torch_losses
+from hf_lowprec.casting.lost_digits import LoadedTensor, rounded_number_warnings, rounded_weight_warnings
 from hf_lowprec.casting.module_tree import ModuleTree
-from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove_loss_warning
-from hf_lowprec.casting.notices.lost_digits import LoadedTensor, rounded_number_warnings, rounded_weight_warnings
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import drop_low_bits
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
+
+Restoration = Literal["not rounded", "recomputed", "lost"]
 
 INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "upcast inputs": lambda module, dtype: install_input_upcast(module),
@@ -95,10 +103,46 @@ def _convert(planned: TensorPlan, keep_low_bits: bool) -> bool:
 def _restore_rotary_tables(plan: CastPlan, modules: Mapping[str, nn.Module]) -> dict[str, Restoration]:
     """Recompute the rotary tables that were rounded before the cast: name → outcome."""
     return {
-        planned.name: restore_table(_owner(planned, modules), planned.name.rpartition(".")[2], planned.target.tensor)
+        planned.name: _restore_table(_owner(planned, modules), planned.name.rpartition(".")[2], planned.target.tensor)
         for planned in plan.tensors
         if planned.action == "keep" and is_rotary(_owner(planned, modules))
     }
+
+
+def _restore_table(module: nn.Module, attribute: str, table: Tensor) -> Restoration:
+    """Recompute a table if all of its values fit 16 bits and the config gives the values they were rounded from.
+
+    Args:
+        module: owns the table; made again from `module.config`, as transformers makes it.
+        attribute: the table's name in `module`.
+        table: the buffer, in FP32 already; changed in place.
+
+    Returns:
+        "lost" if the table looks rounded and the config gives others.
+    """
+    if table.is_meta:
+        return "not rounded"
+    rounded_to = [dtype for dtype in LOW_PRECISION_DTYPES if torch.equal(table, table.to(dtype).float())]
+    if not rounded_to:
+        return "not rounded"
+    exact = _table_from_config(module, attribute)
+    if exact is None or not any(torch.equal(table.cpu(), exact.to(dtype).float()) for dtype in rounded_to):
+        return "lost"
+    if torch.equal(table.cpu(), exact):
+        return "not rounded"
+    table.data.copy_(exact)
+    return "recomputed"
+
+
+def _table_from_config(module: nn.Module, attribute: str) -> Tensor | None:
+    """The buffer in a second module of that class, made from the same config."""
+    try:
+        with torch.device("cpu"):
+            second: Any = type(module)(module.config)  # type: ignore[arg-type]
+    except Exception:  # the constructor may be anyone's
+        return None
+    table = second._buffers.get(attribute)
+    return table.float() if isinstance(table, Tensor) else None
 
 
 def _loading_warnings(

@@ -7,7 +7,7 @@ from hf_lowprec.casting.apply_plan import convert_tensors, install_hooks, remove
 from hf_lowprec.casting.cast_plan import make_plan
 from hf_lowprec.casting.cast_report import CastReport, dtype_totals
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks, was_cast
-from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
+from hf_lowprec.casting.keep_fp32_entries import KeepFp32, as_entries
 from hf_lowprec.casting.private_torch_apis import has_run_under_fsdp2
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 

@@ -1,6 +1,6 @@
 """The plan of a cast: which dtype every tensor gets, which hooks are installed, and why. Making it changes nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,22 +8,8 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import earlier_entries, marks_in
-from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, keep_tied_weights
-from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
-    Entry,
-    KeepFp32,
-    as_entries,
-    check_entries_match,
-    check_no_quantized_weights,
-    check_not_rounded,
-    named_by_caller,
-)
-from hf_lowprec.casting.fp32_rules.keep_in_fp32_modules import biases_that_choose_experts, named_by_model_class
-from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32, listed_classes
-from hf_lowprec.casting.fp32_rules.losses import is_loss, loss_weights, losses
-from hf_lowprec.casting.fp32_rules.matrix_functions import matrix_functions
-from hf_lowprec.casting.fp32_rules.norms import norms
-from hf_lowprec.casting.fp32_rules.rotary import rotary_embeddings
+from hf_lowprec.casting.fp32_parts import Fp32Parts, keep_tied_weights
+from hf_lowprec.casting.fp32_rules import FP32_RULES, is_loss
 from hf_lowprec.casting.hooks.hook_placement import (
     NOT_CALLED,
     NOT_NAMED,
@@ -40,21 +26,18 @@ from hf_lowprec.casting.hooks.hook_placement import (
     output_heads,
     torch_loss_hooks,
 )
-from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
-from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors, quantized_as_fp32
-
-FP32_RULES: tuple[Callable[[ModuleTree], Fp32Parts], ...] = (
-    quantized_as_fp32,
-    listed_classes,
-    norms,
-    rotary_embeddings,
-    losses,
-    loss_weights,
-    biases_that_choose_experts,
-    matrix_functions,
-    named_by_model_class,
+from hf_lowprec.casting.keep_fp32_entries import (
+    Entry,
+    KeepFp32,
+    as_entries,
+    check_entries_match,
+    check_no_quantized_weights,
+    check_not_rounded,
+    named_by_caller,
 )
-"""The rules that need the model alone. Where several keep a module, the first one gives the reason."""
+from hf_lowprec.casting.listed_classes import CLASSES_COMPUTING_IN_FP32
+from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
+from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors
 
 
 @dataclass(frozen=True)

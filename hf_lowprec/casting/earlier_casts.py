@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_lowprec.casting.fp32_rules.keep_fp32_entries import Entry
+from hf_lowprec.casting.keep_fp32_entries import Entry
 from hf_lowprec.rounding.low_bits import note_loading
 
 _ATTRIBUTE = "_low_precision_cast"

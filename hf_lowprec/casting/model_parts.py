@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from hf_lowprec.casting.fp32_rules.fp32_parts import outermost
-from hf_lowprec.casting.fp32_rules.losses import is_loss
+from hf_lowprec.casting.fp32_parts import outermost
+from hf_lowprec.casting.fp32_rules import is_loss
 from hf_lowprec.casting.module_tree import ModuleTree
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
+from hf_lowprec.casting.fp32_parts import Fp32Parts, Reason
 from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
 
 # Not every floating dtype: 8-bit and 4-bit floats are a quantizer's storage.

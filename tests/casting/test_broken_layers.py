@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import HubertForCTC
 
 from hf_lowprec.casting import apply_plan as apply
-from hf_lowprec.casting.fp32_rules import norms
+from hf_lowprec.casting import fp32_rules
 from tests.support import broken_layers
 from tests.support.every_architecture import architecture_check
 from tests.support.every_architecture.architecture_check import FAILS, TRAINS
@@ -33,7 +33,7 @@ def break_convolution(monkeypatch, *shapes: tuple[int, ...], where: str = "outpu
 
 
 def norms_are_cast(monkeypatch) -> None:
-    monkeypatch.setattr(norms, "is_norm", lambda module: False)
+    monkeypatch.setattr(fp32_rules, "is_norm", lambda module: False)
 
 
 def norms_do_not_round(monkeypatch) -> None:

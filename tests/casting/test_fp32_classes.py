@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.fp32_rules.listed_classes import (
+from hf_lowprec.casting.listed_classes import (
     CLASSES_CALLED_WITH_FP32,
     CLASSES_COMPUTING_IN_FP32,
     CLASSES_RETURNING_FP32,

@@ -2,7 +2,7 @@
 
 A loss outside of the model gets the copies that the model returns (`return_float32`). A model of transformers that
 computes its loss in its own `forward` gets FP32 copies from the layers that make its predictions
-(`upcast_predictions`); for models of users, see `torch_losses.py`.
+(`upcast_predictions`); for models of users, see `hooks/losses.py`.
 """
 
 import torch
@@ -17,8 +17,8 @@ from hf_lowprec.casting.hooks.forward_code import (
     uses_torch_losses,
 )
 from hf_lowprec.casting.hooks.input_downcast import install_input_downcast
+from hf_lowprec.casting.hooks.losses import install_fp32_torch_losses
 from hf_lowprec.casting.hooks.module_hooks import install_model_output_upcast, install_output_upcast
-from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
 

@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 import torch
 
-from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
-from hf_lowprec.casting.fp32_rules.listed_classes import (
+from hf_lowprec.casting.fp32_parts import Fp32Parts
+from hf_lowprec.casting.fp32_rules import is_loss, is_rotary, modules_with_torch_losses
+from hf_lowprec.casting.hooks.forward_code import is_code_of_a_library, is_code_of_transformers, names_in_forward
+from hf_lowprec.casting.hooks.losses import has_loss_function
+from hf_lowprec.casting.listed_classes import (
     CLASSES_CALLED_WITH_FP32,
     CLASSES_COMPUTING_IN_FP32,
     CLASSES_PREDICTING_IN_FP32,
     CLASSES_RETURNING_FP32,
 )
-from hf_lowprec.casting.fp32_rules.losses import is_loss, modules_with_torch_losses
-from hf_lowprec.casting.fp32_rules.rotary import is_rotary
-from hf_lowprec.casting.hooks.forward_code import is_code_of_a_library, is_code_of_transformers, names_in_forward
-from hf_lowprec.casting.hooks.loss_hooks import has_loss_function
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, output_embeddings
 from hf_lowprec.casting.module_tree import ModuleTree
 

@@ -2,7 +2,7 @@
 
 Every hook of a cast is a plain function or a frozen dataclass: pickle finds it by name, `deepcopy` keeps it, and a
 later cast recognizes it. The hook that rounds a model's inputs is in `input_downcast.py`, that of loss functions in
-`loss_hooks.py`.
+`hooks/losses.py`.
 """
 
 import copy

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.casting.cast import runs_under_autocast
-from hf_lowprec.casting.fp32_rules.keep_fp32_entries import as_entries, matching_entries
+from hf_lowprec.casting.keep_fp32_entries import as_entries, matching_entries
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.accelerate.private_apis import switch_autocast_off

@@ -1,11 +1,8 @@
 """Classes of transformers whose own code mixes dtypes, and what each needs.
 
-A cast goes by the rules in `fp32_rules/` and by the inputs of models. These classes need more than that: they are
+A cast goes by the rules in `fp32_rules.py` and by the inputs of models. These classes need more than that: they are
 listed by name, each with the line of its code that needs it.
 """
-
-from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
-from hf_lowprec.casting.module_tree import ModuleTree
 
 _SAM = ("Sam", "SamHQ", "Sam2", "Sam2Video", "Sam3Tracker", "Sam3TrackerVideo", "EdgeTam", "EdgeTamVideo")
 
@@ -44,12 +41,3 @@ CLASSES_CALLED_WITH_FP32 = {
 }
 """They have 16-bit tensors and are given FP32: their inputs are downcast. A class, or `Class.child` for one of its
 children."""
-
-
-def listed_classes(tree: ModuleTree) -> Fp32Parts:
-    """Keep the modules of these classes."""
-    names = {name: type(module).__name__ for name, module in tree.modules.items()}
-    listed = {name: class_name for name, class_name in names.items() if class_name in CLASSES_COMPUTING_IN_FP32}
-    return Fp32Parts(
-        {n: Reason("class", f"{c}: {CLASSES_COMPUTING_IN_FP32[c]}") for n, c in listed.items()},
-    )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
+from hf_lowprec.casting.fp32_parts import Fp32Parts, Reason
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES

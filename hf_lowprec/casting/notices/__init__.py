@@ -1,1 +1,0 @@
-"""Warnings about what a cast rounds."""
