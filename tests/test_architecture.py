@@ -284,7 +284,7 @@ def test_files_are_named_for_what_they_do() -> None:
         ("tools.estimate.rows", "from hf_lowprec.tools.cli import main"),
         ("tools.estimate.rows", "from hf_lowprec.tools.doctor import checks"),
         ("tools.doctor.checks", "import transformers._internal"),
-        ("tools.plotting", "from hf_lowprec.tools.inspection import findings"),
+        ("tools.plotting", "from hf_lowprec.tools.inspection import inspection"),
         ("tools.user_inputs.empty_model", "from hf_lowprec.tools.cli import main"),
         ("tools.cli.run", "from transformers.trainer import _private"),
         ("tools.cli.run", "import transformers._internal"),

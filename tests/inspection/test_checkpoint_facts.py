@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_lowprec.tools.inspection import tensor_facts as module
-from hf_lowprec.tools.inspection.tensor_facts import tensor_facts
+from hf_lowprec.tools.inspection import checkpoint_facts
+from hf_lowprec.tools.inspection.checkpoint_facts import tensor_facts
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -15,7 +15,7 @@ def numbers(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lost_weights_are_those_that_rounding_leaves_where_they_are(dtype, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 100)
+    monkeypatch.setattr(checkpoint_facts, "CHUNK", 100)
     weights = numbers(0).to(dtype)
     update = torch.finfo(dtype).eps / 4
     lost = sum((weight + update) == weight for weight in weights.to(dtype))  # torch rounds to nearest
@@ -24,7 +24,7 @@ def test_lost_weights_are_those_that_rounding_leaves_where_they_are(dtype, monke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_moved_and_how_far(dtype, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 100)
+    monkeypatch.setattr(checkpoint_facts, "CHUNK", 100)
     earlier, later = numbers(0), numbers(0).to(dtype)
     later[::3] += numbers(1).to(dtype)[::3].abs() + 1
     facts = tensor_facts(later, 0.0, earlier)
