@@ -7,7 +7,7 @@ from torch import nn
 from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.optim.backends.triton import tables as triton_tables
-from hf_lowprec.optim.backends.triton.chunks import BOUNDARY, alignment, divide
+from hf_lowprec.optim.backends.triton.tables import BOUNDARY, DeviceTables, divide
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.triton_available import InPlaceOfAKernel, quiet_interpreter, require_triton
 
@@ -270,7 +270,8 @@ def test_alignment_is_asked_once_per_step(parts, clipped, launches, monkeypatch)
     monkeypatch.setattr("hf_lowprec.optim.step.whole_tensor_quantities.CHUNK", CHUNK)
     monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 2 * CHUNK)
     asked = []
-    monkeypatch.setattr(triton_tables, "alignment", lambda pointers: asked.append(pointers) or alignment(pointers))
+    chunks = DeviceTables.chunks
+    monkeypatch.setattr(DeviceTables, "chunks", lambda tables: asked.append(tables) or chunks(tables))
     params = [nn.Parameter(torch.zeros(2, CHUNK // 2, dtype=BF16, device=DEVICE)) for _ in range(3)]
     options = {"backend": "triton", "max_grad_norm": 1.0 if clipped else None}
     if parts == "parts of matrices":

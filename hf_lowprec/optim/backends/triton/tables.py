@@ -2,6 +2,14 @@
 
 Segments are sent once. Pointers, scalars and counts are sent in every step, unless scalars and counts are on the device
 already, and chunks if the alignment of an address has changed.
+
+Chunks are whole and aligned, or ragged. Two kernels step them. One promises the compiler that every tensor lies on a
+16-byte boundary and that all elements are there, so each access has 128 bits and nothing is masked. The other takes
+what is left: ends of segments, and tensors on other boundaries, such as gradients that are views into a bucket. A
+ragged chunk has no more elements than a program handles at once, because ragged chunks are few, and a long one would be
+waited for.
+
+If all tensors of a segment are misaligned by the same number of elements, only these elements are ragged.
 """
 
 from __future__ import annotations
@@ -11,44 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.backends.triton.chunks import Chunks, alignment, divide
+from hf_lowprec.optim.backends.triton.loads import FACTORS
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.step.segments import Segments, parts_of_runs
 
-
-class StepTables(NamedTuple):
-    """This step's tables on the device: see `FusedGroup.pointers`, `scalars` and `counts`."""
-
-    pointers: Tensor
-    scalars: Tensor
-    counts: Tensor
-
-
-class ChunkTables(NamedTuple):
-    """The chunks of a fused group on the device; see `Chunks`.
-
-    Attributes:
-        alignment: of the addresses for which they were made.
-        whole: the table of whole chunks.
-        ragged: that of ragged chunks.
-        whole_bounds: the first whole chunk of each entry, as a position in the table, and at last the end of all.
-        ragged_bounds: the same of ragged chunks.
-    """
-
-    alignment: Tensor
-    whole: Tensor
-    ragged: Tensor
-    whole_bounds: list[int]
-    ragged_bounds: list[int]
-
-    def of_entries(self, entries: range) -> Chunks:
-        """The chunks of some consecutive entries."""
-        if entries == range(len(self.whole_bounds) - 1):
-            return Chunks(self.whole, self.ragged)
-        whole, ragged = (
-            slice(bounds[entries.start], bounds[entries.stop]) for bounds in (self.whole_bounds, self.ragged_bounds)
-        )
-        return Chunks(self.whole[whole], self.ragged[ragged])
+BOUNDARY = 16
+"""Bytes: where accesses of 128 bits begin."""
 
 
 class DeviceTables:
@@ -94,7 +72,7 @@ class DeviceTables:
 
         Gradients may be new tensors in every step, but hardly ever with another alignment.
         """
-        now = alignment(self._group.pointers())
+        now = _alignment(self._group.pointers())
         if self._chunks is None or not torch.equal(self._chunks.alignment, now):
             self._chunks = self._divided(now)
         return self._chunks
@@ -115,6 +93,100 @@ class DeviceTables:
             return ChunkTables(now, self.all_chunks, chunks.ragged, whole_bounds, ragged_bounds)
         whole, ragged = _upload(group.device, *chunks)
         return ChunkTables(now, whole, ragged, whole_bounds, ragged_bounds)
+
+
+class StepTables(NamedTuple):
+    """This step's tables on the device: see `FusedGroup.pointers`, `scalars` and `counts`."""
+
+    pointers: Tensor
+    scalars: Tensor
+    counts: Tensor
+
+
+class ChunkTables(NamedTuple):
+    """The chunks of a fused group on the device; see `Chunks`.
+
+    Attributes:
+        alignment: of the addresses for which they were made.
+        whole: the table of whole chunks.
+        ragged: that of ragged chunks.
+        whole_bounds: the first whole chunk of each entry, as a position in the table, and at last the end of all.
+        ragged_bounds: the same of ragged chunks.
+    """
+
+    alignment: Tensor
+    whole: Tensor
+    ragged: Tensor
+    whole_bounds: list[int]
+    ragged_bounds: list[int]
+
+    def of_entries(self, entries: range) -> Chunks:
+        """The chunks of some consecutive entries."""
+        if entries == range(len(self.whole_bounds) - 1):
+            return Chunks(self.whole, self.ragged)
+        whole, ragged = (
+            slice(bounds[entries.start], bounds[entries.stop]) for bounds in (self.whole_bounds, self.ragged_bounds)
+        )
+        return Chunks(self.whole[whole], self.ragged[ragged])
+
+
+class Chunks(NamedTuple):
+    """The chunks of a fused group, which together have each of its elements once; in the order of its entries.
+
+    Attributes:
+        whole: int64 of shape (chunks, 2): segment, and first element in the tensors of its entry.
+        ragged: int64 of shape (chunks, 4): position of its entry, segment, first element, the element after its last.
+    """
+
+    whole: Tensor
+    ragged: Tensor
+
+
+def divide(spec: KernelSpec, segments: Segments, pointers: Tensor, chunk: int, block: int) -> Chunks:
+    """Divide a fused group into chunks.
+
+    Args:
+        spec: of the group.
+        segments: of the group.
+        pointers: addresses of the entries' tensors, or their `_alignment`; int64 of shape (entries, tensors).
+        chunk: elements of a whole chunk.
+        block: elements of a ragged chunk, at most.
+    """
+    first, end = segments.first, segments.end
+    head, aligned = _heads(spec, segments, pointers)
+    after_head = torch.minimum(first + head, end)
+    count = torch.where(aligned, (end - after_head) // chunk, 0)
+    rest = after_head + count * chunk
+    whole = parts_of_runs(after_head, rest, chunk)
+
+    # Two ragged runs per segment: its head, and the rest after its whole chunks.
+    starts, ends = torch.stack([first, rest], dim=1).view(-1), torch.stack([after_head, end], dim=1).view(-1)
+    run, start = parts_of_runs(starts, ends, block)
+    segment = run // 2
+    ragged = [segments.entry_index[segment], segment, start, torch.minimum(start + block, ends[run])]
+    return Chunks(torch.stack(whole, dim=1), torch.stack(ragged, dim=1))
+
+
+def _heads(spec: KernelSpec, segments: Segments, pointers: Tensor) -> tuple[Tensor, Tensor]:
+    """For each segment, its elements before the first one that is on a boundary in all tensors, and if there is one.
+
+    Where there is none, the head has no elements. Scales of states in 8 bits are read one by one, wherever they are.
+    """
+    columns = [k for k, name in enumerate(spec.tensors) if name not in (*spec.per_block_tensors, *FACTORS)]
+    sizes = torch.tensor([dtype.itemsize for dtype in spec.tensors.values()], device="cpu")[columns]
+    addresses = pointers[:, columns][segments.entry_index] + segments.first[:, None] * sizes
+    # Where the tensor with the smallest elements is on a boundary, the others can be.
+    smallest = int(sizes.argmin())
+    head = _alignment(-addresses[:, smallest]) // sizes[smallest]
+    if spec.per_block_tensors:
+        head = torch.zeros_like(head)  # blocks are not divided
+    aligned = (_alignment(addresses + head[:, None] * sizes) == 0).all(dim=1)
+    return torch.where(aligned, head, 0), aligned
+
+
+def _alignment(pointers: Tensor) -> Tensor:
+    """Bytes by which addresses exceed a boundary. All that `divide` has to know of them."""
+    return pointers & (BOUNDARY - 1)
 
 
 def _bounds(entry_of_row: Tensor, entries: int) -> list[int]:
