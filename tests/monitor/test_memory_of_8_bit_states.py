@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
+from hf_lowprec.integrations.transformers.precision_report import precision_report
 from hf_lowprec.monitor.memory_estimate import elements_kept_in_bf16, expected_memory
 from tests.support.memory_use import memory_use
 

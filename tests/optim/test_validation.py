@@ -214,7 +214,7 @@ FIRST_IS_POINTED_OUT = [("split", FP32, 2), ("split", BF16, 2), ("kahan", FP32, 
 @pytest.mark.parametrize(("rounding", "dtype", "sides"), FIRST_IS_POINTED_OUT)
 def test_a_mode_for_16_bits_without_16_bit_weights_is_pointed_out(recwarn, rounding, dtype, sides):
     """Kahan summation is the default; vectors may be the norms of a model whose matrices another optimizer has."""
-    from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
+    from hf_lowprec.integrations.transformers.precision_report import precision_report
 
     param = nn.Parameter(torch.ones([4] * sides, dtype=dtype))
     param.grad = torch.ones_like(param)

@@ -19,10 +19,10 @@ from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.accelerate.private_apis import switch_autocast_off
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
+from hf_lowprec.integrations.transformers.precision_report import precision_report
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
-from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
-from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
+from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost

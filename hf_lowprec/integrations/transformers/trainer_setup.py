@@ -25,7 +25,7 @@ from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import after_callbacks
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, check_trainable
-from hf_lowprec.integrations.transformers.reports.lost_updates_warning import add_lost_updates_warning
+from hf_lowprec.integrations.transformers.run_monitor import add_lost_updates_warning
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach, attachment_of
 from hf_lowprec.integrations.transformers.training_arguments import (
     REPLACED_FIELDS,

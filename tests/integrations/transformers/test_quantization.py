@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_lowprec
 from hf_lowprec.casting.quantized import acts_as_fp32, is_quantized
-from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
+from hf_lowprec.integrations.transformers.precision_report import precision_report
 from tests.support.chosen_cases import nightly_except
 from tests.support.memory_use import memory_use
 from tests.support.models import tiny_models

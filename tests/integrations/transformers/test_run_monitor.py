@@ -1,4 +1,8 @@
-"""An error in the measurement of a run ends the measurement, with one warning, and not the run."""
+"""Warnings of lost updates in Trainers without anything of this package, and errors in the measurement of a run.
+
+Such a Trainer warns once if its updates vanish, and nothing else changes. An error ends the measurement, with one
+warning, and not the run.
+"""
 
 import logging
 
@@ -6,14 +10,72 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.reports import run_monitor
-from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor
+from hf_lowprec.integrations.transformers import run_monitor
+from hf_lowprec.integrations.transformers.run_monitor import LostUpdatesWarning, RunMonitor
 from hf_lowprec.monitor.measured_step import MeasuredBlocks
-from tests.support.training.tiny_trainer import llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import is_precision, llama, optimizer_of, trained
 
+SETTINGS = {"optim": "adamw_torch", "learning_rate": 1e-6}
+"""Of a Trainer whose updates vanish."""
 STEPS = 4
+"""Of runs in which an error is planted."""
 PLANTED = ("__init__", "measure_next_step", "_before_step", "add_plan", "_after_step", "findings")
 """Methods in which an error is planted. In `add_plan`, a step is planned at that moment."""
+
+
+def warnings(caplog) -> list[str]:
+    """The warnings of this package."""
+    records = (record for record in caplog.records if record.name.startswith("hf_lowprec"))
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+
+
+def hooks(trainer) -> int:
+    optimizer = optimizer_of(trainer)
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def test_vanishing_updates_are_warned_of_once(tmp_path, caplog):
+    trainer = trained(tmp_path, model=llama().bfloat16(), logging_steps=1, **SETTINGS)
+    (message,) = warnings(caplog)
+    assert "of the 16-bit weights changed in step 1 (torch.optim.AdamW, learning rate 1e-06)" in message
+    assert "optim='adamw_bf16_split'" in message
+    assert not any(is_precision(name) for entry in trainer.state.log_history for name in entry)
+    assert hooks(trainer) == 0  # after the warning it no longer watches
+
+
+def test_later_logs_are_looked_at_as_well(tmp_path, caplog):
+    """With a decaying rate, updates vanish towards the end."""
+    settings = {"learning_rate": 5e-2, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 12.0}}
+    trained(tmp_path, model=llama().bfloat16(), optim="adamw_torch", logging_steps=1, max_steps=17, **settings)
+    (message,) = warnings(caplog)
+    assert "step 16" in message or "step 8" in message
+
+
+@pytest.mark.parametrize("settings", [{"logging_steps": 500}, {"logging_strategy": "no"}])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bf16_kahan"])
+def test_a_run_without_logs_has_its_warning_at_the_end(tmp_path, caplog, optim, settings):
+    model = llama().bfloat16() if optim == "adamw_torch" else llama()
+    options = {} if optim == "adamw_torch" else {"optim_args": "rounding=nearest"}
+    trainer = trained(tmp_path, model=model, **{**SETTINGS, "optim": optim}, **settings, **options)
+    (message,) = warnings(caplog)
+    assert "step 6 (" in message  # of 12: learning rates are not at an end
+    assert hooks(trainer) == 0
+
+
+# Without logs, the last steps of a schedule have small rates, and prove nothing.
+@pytest.mark.parametrize(
+    ("dtype", "rate", "every"), [("float32", 1e-6, 1), ("bfloat16", 1e-2, 1), ("bfloat16", 1e-2, 99)]
+)
+def test_healthy_runs_are_not_warned_of(tmp_path, caplog, dtype, rate, every):
+    model, settings = llama().to(getattr(torch, dtype)), {"optim": "adamw_torch", "learning_rate": rate}
+    trainer = trained(tmp_path, model=model, logging_steps=every, **settings)
+    assert warnings(caplog) == []
+    assert hooks(trainer) == 0
+
+
+def test_our_own_runs_have_no_second_monitor(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
+    assert not [one for one in trainer.callback_handler.callbacks if isinstance(one, LostUpdatesWarning)]
 
 
 def fail(*args, **kwargs):
@@ -25,16 +87,11 @@ def plant(monkeypatch, method: str) -> None:
     monkeypatch.setattr(owner, method, fail)
 
 
-def warnings(caplog) -> list[str]:
-    records = (record for record in caplog.records if record.name.startswith("hf_lowprec"))
-    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
-
-
 def run(tmp_path, own: bool):
     settings = {"logging_steps": 1, "max_steps": STEPS}
     if own:
         return trained(tmp_path, optim="adamw_bf16_kahan", **settings)
-    return trained(tmp_path, model=llama().bfloat16(), optim="adamw_torch", learning_rate=1e-6, **settings)
+    return trained(tmp_path, model=llama().bfloat16(), **SETTINGS, **settings)
 
 
 def weights(trainer) -> torch.Tensor:
@@ -61,8 +118,7 @@ def test_training_goes_on_after_one_warning(tmp_path, monkeypatch, caplog, undis
     assert trainer.state.global_step == STEPS
     assert torch.equal(weights(trainer), undisturbed[own])
     assert not any("lost_updates" in entry for entry in trainer.state.log_history)
-    optimizer = optimizer_of(trainer)
-    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert hooks(trainer) == 0
 
 
 def test_an_error_while_a_clipped_step_is_computed(tmp_path, monkeypatch, caplog):

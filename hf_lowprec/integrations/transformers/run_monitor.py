@@ -1,25 +1,36 @@
-"""Measures a Trainer's run and warns: at the steps that are logged, or one if none is. Errors do not end the run."""
+"""Measures the precision of a Trainer's run, and warns of what is wrong.
+
+A step is measured if it will be logged, or one of the run if none is. Errors in this do not end the run. A Trainer
+without anything of this package gets a `LostUpdatesWarning`, which warns once if updates are lost in rounding.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_lowprec.monitor.findings_catalogue import FAULTS
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import StepPrecision
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import flat_part, is_sharded
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 _MEASURE_EVERY = 64
 """Steps between measurements if it is not known in advance which step will be logged."""
+_MEASURED_LOGS = (1, 2, 4, 8, 16, 32, 64)
+"""The numbers of the logs whose steps are measured. Later ones are for schedules that begin or end with small rates."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +71,7 @@ class RunMonitor:
     def measure_if_logged(self, args: TrainingArguments, state: TrainerState) -> None:
         """Measure the coming step if it will be logged."""
         step = state.global_step + 1
-        if self._monitor is None or self._ended or not is_to_be_measured(step, args, state, self.measured):
+        if self._monitor is None or self._ended or not _is_to_be_measured(step, args, state, self.measured):
             return
         with self._surviving_errors():
             self._monitor.measure_next_step(step)
@@ -127,7 +138,7 @@ def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
     return bool(args.logging_strategy == IntervalStrategy.NO)
 
 
-def is_to_be_measured(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
+def _is_to_be_measured(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
     """Return whether to measure step number `step`: if it will be logged, or if that is not known, now and then.
 
     Of a run without any log, the step in the middle is measured: at both ends of a schedule, learning rates are small.
@@ -143,6 +154,81 @@ def is_to_be_measured(step: int, args: TrainingArguments, state: TrainerState, m
     if args.logging_strategy == IntervalStrategy.STEPS:
         return step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
     return step % _MEASURE_EVERY == 0 or not measured
+
+
+class LostUpdatesWarning(TrainerCallback):
+    """Measures a few steps of a run with 16-bit weights, and warns if their updates are lost.
+
+    It adds nothing to the logs and stops watching after its warning. The numbers are those of rank 0, without
+    communication: sharded weights are the same there in kind.
+    """
+
+    def __init__(self) -> None:
+        self._monitor: RunMonitor | None = None
+        self._logs = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Watch the optimizer if it steps 16-bit weights."""
+        self._stop()
+        self._logs = 0
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        if not state.is_world_process_zero or not steps_16_bit_weights(optimizer):
+            return
+        # The steps of our optimizers wait for other ranks, which measure nothing.
+        if not (isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, _parameters(optimizer)))):
+            self._monitor = RunMonitor(
+                optimizer, kwargs["model"], warns=True, across_ranks=False, codes=("updates_lost",)
+            )
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure the coming step if it will be logged, and its log is among those that are measured."""
+        if self._monitor is not None and self._logs + 1 in _MEASURED_LOGS:
+            self._monitor.measure_if_logged(args, state)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Warn if the step that was measured lost its updates. Stop after a warning or the last log that counts."""
+        if self._monitor is None or logs is None or "loss" not in logs:
+            return
+        self._logs += 1
+        self._monitor.evaluate_and_warn()
+        if self._monitor.found or self._logs >= max(_MEASURED_LOGS):
+            self._stop()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop watching; a run without logs has its warning now."""
+        if self._monitor is not None and self._monitor.waits_for_end(args, state):
+            self._monitor.evaluate_and_warn()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+        self._monitor = None
+
+
+def add_lost_updates_warning(trainer: Trainer) -> None:
+    """Let a Trainer without anything of this package be watched, unless another library owns its weights."""
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and _fsdp_version(trainer) == 1):
+        return
+    trainer.add_callback(LostUpdatesWarning())
+
+
+def _fsdp_version(trainer: Trainer) -> int:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return int(getattr(plugin, "fsdp_version", 1))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -1,1 +1,0 @@
-"""Reports of a run: its measurements, the precision report."""
