@@ -11,19 +11,23 @@ from collections.abc import Mapping, Sequence
 
 from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
 from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys
-from hf_lowprec.optim.backends.triton.loads import (
+from hf_lowprec.optim.backends.triton.matrix_sum import render_matrix_sum
+from hf_lowprec.optim.backends.triton.renderer import (
     FACTORS,
+    LOAD,
     RAGGED_COLUMNS,
+    STORAGE,
+    STORE,
     WHOLE_COLUMNS,
+    TritonRenderer,
     find_factors,
     load_chunk_inputs,
     load_elements,
     load_row,
     matrix_inputs,
     number_elements,
+    render_formula,
 )
-from hf_lowprec.optim.backends.triton.matrix_sum import render_matrix_sum
-from hf_lowprec.optim.backends.triton.renderer import LOAD, STORAGE, STORE, TritonRenderer, render_formula
 from hf_lowprec.optim.backends.triton.tensor_sum import render_tensor_sum
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from hf_lowprec.optim.backends.renderer import arguments, indent
 from hf_lowprec.optim.backends.trace import trace_factored, used_inputs
-from hf_lowprec.optim.backends.triton.loads import load_chunk_inputs, load_elements, load_row, number_elements
-from hf_lowprec.optim.backends.triton.renderer import render_formula
+from hf_lowprec.optim.backends.triton.renderer import (
+    load_chunk_inputs,
+    load_elements,
+    load_row,
+    number_elements,
+    render_formula,
+)
 from hf_lowprec.optim.backends.triton.tensor_sum import aligned
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.matrix_tiles import TILES_TABLE

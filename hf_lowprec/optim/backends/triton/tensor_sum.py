@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hf_lowprec.optim.backends.renderer import arguments, indent
 from hf_lowprec.optim.backends.trace import trace_tensor_means, used_inputs
-from hf_lowprec.optim.backends.triton.loads import (
+from hf_lowprec.optim.backends.triton.renderer import (
     FACTORS,
     WHOLE_COLUMNS,
     load_chunk_inputs,
@@ -14,8 +14,8 @@ from hf_lowprec.optim.backends.triton.loads import (
     load_row,
     matrix_inputs,
     number_elements,
+    render_formula,
 )
-from hf_lowprec.optim.backends.triton.renderer import render_formula
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
