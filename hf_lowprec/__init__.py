@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     )
     from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
-    from hf_lowprec.optim.state.low_bits import drop_low_bits, fp32_state_dict, keep_low_bits
+    from hf_lowprec.optim.state.fp32_weights import drop_low_bits, fp32_state_dict, keep_low_bits
     from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
 
     __version__: str
@@ -47,12 +47,12 @@ _DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
-    "drop_low_bits": "optim.state.low_bits",
+    "drop_low_bits": "optim.state.fp32_weights",
     "export_checkpoint": "tools.export.checkpoint_export",
-    "fp32_state_dict": "optim.state.low_bits",
+    "fp32_state_dict": "optim.state.fp32_weights",
     "hidden_matrices": "optim.algorithms._hidden_matrices",
     "initialize_deepspeed": "integrations.deepspeed.initialize",
-    "keep_low_bits": "optim.state.low_bits",
+    "keep_low_bits": "optim.state.fp32_weights",
     "LowPrecisionCallback": "integrations.transformers.callback",
     "PrecisionMonitor": "monitor.precision_monitor",
     "prepare_accelerator": "integrations.accelerate.accelerator",

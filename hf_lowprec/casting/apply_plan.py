@@ -31,8 +31,7 @@ from hf_lowprec.casting.lost_digits import LoadedTensor, rounded_number_warnings
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.low_bits import drop_low_bits
-from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
+from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, remove_low_bits
 
 Restoration = Literal["not rounded", "recomputed", "lost"]
 
@@ -97,7 +96,7 @@ def _convert(planned: TensorPlan, keep_low_bits: bool) -> bool:
     if planned.action != "leave":
         convert_in_place(tensor, planned.dtype)
     has_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, stored.dtype)
-    return keep_low_bits and has_low_bits and keep_low_bits_of(stored, exact)
+    return keep_low_bits and has_low_bits and attach_rounded_off(stored, exact)
 
 
 def _restore_rotary_tables(plan: CastPlan, modules: Mapping[str, nn.Module]) -> dict[str, Restoration]:
@@ -239,4 +238,4 @@ def remove_cast(model: nn.Module) -> None:
     for target in tensors:
         if target.name not in frozen and target.tensor.dtype in LOW_PRECISION_DTYPES:
             convert_in_place(target.tensor, torch.float32)
-            drop_low_bits(target.tensor)
+            remove_low_bits(target.tensor)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.keep_fp32_entries import Entry
-from hf_lowprec.rounding.low_bits import note_loading
+from hf_lowprec.rounding.attached_low_bits import note_loading
 
 _ATTRIBUTE = "_low_precision_cast"
 PREPARED_UNCAST: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()

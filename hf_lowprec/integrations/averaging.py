@@ -11,7 +11,7 @@ from torch.optim import swa_utils
 from hf_lowprec.casting import uncast_model
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.low_bits import fp32_estimates, warn_of_weights_as_stored
+from hf_lowprec.optim.state.fp32_weights import fp32_estimates, warn_of_weights_as_stored
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
 from hf_lowprec.reduction.collectives import gather_objects
-from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits, low_bits_to_save, restore_saved_low_bits, set_low_bits
+from hf_lowprec.rounding.attached_low_bits import (
+    attach_low_bits,
+    attached_low_bits,
+    low_bits_to_save,
+    remove_low_bits,
+    restore_saved_low_bits,
+)
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of parameters' names that preparing a model adds."""
@@ -31,9 +37,9 @@ def take_low_bits(model: nn.Module) -> TakenLowBits:
     """Take the low bits kept for parameters of `model` away from them."""
     kept = {}
     for name, param in _named(model):
-        if low_bits(param) is not None and (saved := low_bits_to_save(param)) is not None:
+        if attached_low_bits(param) is not None and (saved := low_bits_to_save(param)) is not None:
             kept[name] = saved
-        drop_low_bits(param)
+        remove_low_bits(param)
     return kept
 
 
@@ -61,7 +67,7 @@ def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) ->
     shapes = {name: param.shape for name, param in params.items()}
     for name, full in low_bits_of_rank_0(kept, shapes, device):
         param = params[name]
-        set_low_bits(param, shard_like(full, param).to(local_shard(param).device))
+        attach_low_bits(param, shard_like(full, param).to(local_shard(param).device))
 
 
 def low_bits_of_rank_0(

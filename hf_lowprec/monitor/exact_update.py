@@ -16,7 +16,7 @@ from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.step_precision import unbiased_variance
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import global_places
-from hf_lowprec.optim.state.low_bits import low_bits_state
+from hf_lowprec.optim.state.fp32_weights import low_bits_state
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup, load, place_of_factor
 from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states

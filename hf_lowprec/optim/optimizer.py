@@ -25,7 +25,7 @@ from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
-from hf_lowprec.optim.state.low_bits import reset_low_bits_of_other_weights, zero_low_bits_of_other_weights
+from hf_lowprec.optim.state.fp32_weights import reset_low_bits_of_other_weights, zero_low_bits_of_other_weights
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
@@ -37,7 +37,7 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
-from hf_lowprec.rounding.low_bits import low_bits_to_save, restore_saved_low_bits
+from hf_lowprec.rounding.attached_low_bits import low_bits_to_save, restore_saved_low_bits
 
 
 class LowPrecisionOptimizer(Algorithm):

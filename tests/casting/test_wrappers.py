@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ class TestWrappers:
         assert model.weight is weight and (weight.note, weight.requires_grad) == ("kept", trainable)
         assert (weight.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
         assert torch.equal(weight.full_tensor(), plain.weight)
-        assert (low_bits(weight) is not None) == trainable
-        assert not trainable or torch.equal(low_bits(weight), low_bits(plain.weight))
+        assert (attached_low_bits(weight) is not None) == trainable
+        assert not trainable or torch.equal(attached_low_bits(weight), attached_low_bits(plain.weight))
         cast_model(model)
         assert model.weight is weight
 

@@ -8,7 +8,7 @@ import torch
 import hf_lowprec
 from hf_lowprec.integrations.deepspeed.config import BF16_FLAGS, check_config, set_bf16_flags
 from hf_lowprec.optim import Adafactor, Muon, Prodigy, ScheduleFreeAdamW, StableAdamW
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.models import tiny_models
 
 pytest.importorskip("deepspeed")
@@ -88,12 +88,12 @@ def test_what_is_refused_leaves_the_model_as_it_was(case):
     optimizer = make(list(model.parameters()))
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0 if case == "config" else 2}}
     given, hooks = copy.deepcopy(config), count_hooks(model)
-    before = [(param, param.clone(), low_bits(param)) for param in model.parameters()]
+    before = [(param, param.clone(), attached_low_bits(param)) for param in model.parameters()]
     with pytest.raises(ValueError, match=message):
         initialize_deepspeed(model, optimizer, config)
     assert config == given and count_hooks(model) == hooks
     for param, (same, weight, kept) in zip(model.parameters(), before, strict=True):
-        assert param is same and torch.equal(param, weight) and low_bits(param) is kept
+        assert param is same and torch.equal(param, weight) and attached_low_bits(param) is kept
 
 
 def count_hooks(model: torch.nn.Module) -> int:

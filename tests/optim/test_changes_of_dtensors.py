@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.rounding.low_bits import set_low_bits
+from hf_lowprec.rounding.attached_low_bits import attach_low_bits
 
 BACKENDS = ("eager", "native")
 STATES = ("exp_avg", "exp_avg_sq", "compensation")
@@ -140,7 +140,7 @@ def test_low_bits_of_shards_are_not_saved(ranks):
     """Each rank would save its own under the same number."""
     params = [nn.Parameter(sharded(ranks, torch.ones(4, 6).bfloat16())), nn.Parameter(torch.ones(5).bfloat16())]
     for param in params:
-        set_low_bits(param, torch.full(param.to_local().shape if param is params[0] else param.shape, 3).short())
+        attach_low_bits(param, torch.full(param.to_local().shape if param is params[0] else param.shape, 3).short())
     assert AdamW(params, rounding="split").state_dict()["low_bits"].keys() == {1}
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_lowprec import AdamW, fp32_state_dict
-from hf_lowprec.optim.state.low_bits import fp32_estimates
+from hf_lowprec.optim.state.fp32_weights import fp32_estimates
 
 BF16 = torch.bfloat16
 

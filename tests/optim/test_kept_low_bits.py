@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_lowprec
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 
 BF16 = torch.bfloat16
 
@@ -45,6 +45,6 @@ def test_they_can_be_freed():
     optimizer = hf_lowprec.AdamW(model.parameters())
     step(model, optimizer)
     hf_lowprec.keep_low_bits(optimizer)
-    assert all(low_bits(param) is not None for param in model.parameters())
+    assert all(attached_low_bits(param) is not None for param in model.parameters())
     hf_lowprec.drop_low_bits(model)
     assert not any("_low_bits" in vars(param) for param in model.parameters())

@@ -10,8 +10,9 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec import AdamW, fp32_state_dict
-from hf_lowprec.optim.state.low_bits import low_bits_state
-from hf_lowprec.rounding.low_bits import fp32_value, low_bits
+from hf_lowprec.optim.state.fp32_weights import low_bits_state
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
+from hf_lowprec.rounding.low_bits import fp32_value
 from tests.support.optim.every_optimizer import BF16, FP16, OPTIONS, build, every_algorithm
 
 SHAPES = [(40, 25), (257,), ()]
@@ -131,7 +132,7 @@ def test_training_resumes_bit_for_bit(way, saved_at, rounding):
     train(optimizer, STEPS[saved_at:])
     train(other, STEPS[saved_at:])
     assert same(contents(params, optimizer), contents(resumed, other))
-    assert not any(low_bits(param) is not None for param in (*params, *resumed))
+    assert not any(attached_low_bits(param) is not None for param in (*params, *resumed))
 
 
 def test_a_parameter_that_is_stepped_later_has_its_low_bits_until_then():
@@ -174,7 +175,7 @@ def test_modes_without_a_compensation_drop_low_bits(rounding):
     _, params = model()
     optimizer = AdamW(params, rounding=rounding)
     train(optimizer, range(1))
-    assert not any(low_bits(param) is not None for param in params)
+    assert not any(attached_low_bits(param) is not None for param in params)
     assert same(estimates(params, optimizer), [param.float() for param in params])
 
 

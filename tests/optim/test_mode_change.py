@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_lowprec.optim import SGD, Adafactor, AdamW, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.state.low_bits import fp32_estimates
+from hf_lowprec.optim.state.fp32_weights import fp32_estimates
 from hf_lowprec.rounding.random_bits import random_bits
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, train
 from tests.support.random_numbers import randn

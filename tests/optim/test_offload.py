@@ -20,7 +20,7 @@ from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.offload import host_steps
 from hf_lowprec.optim.offload.host_steps import Bucket, Slot, staging_bytes
-from hf_lowprec.optim.state.low_bits import fp32_state_dict
+from hf_lowprec.optim.state.fp32_weights import fp32_state_dict
 from tests.support.optim.every_optimizer import MODES, OPTIONS
 from tests.support.optim.optimizer_contents import assert_equal, everything
 from tests.support.optim.simulated_copies import simulate_device

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_lowprec
-from hf_lowprec.optim.state import low_bits
+from hf_lowprec.optim.state import fp32_weights
 from hf_lowprec.tools.estimate.live_memory import LiveMemory
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.optim.every_optimizer import BF16, FP32, build, every_mode, give_gradients
@@ -95,7 +95,7 @@ def test_whichever_allocation_fails(name, dtype, options):
     ],
 )
 def test_whichever_allocation_of_a_change_of_the_mode_fails(rounding, then, monkeypatch):
-    monkeypatch.setattr(low_bits, "chunk_size", lambda device: 50)  # three chunks
+    monkeypatch.setattr(fp32_weights, "chunk_size", lambda device: 50)  # three chunks
     options = {"rounding": rounding}
     whichever_allocation_fails(partial(first_step, "AdamW", BF16, options, "native", shapes=SHAPES[:2], then=then))
 

@@ -11,7 +11,7 @@ from hf_lowprec.casting import cast_model
 from hf_lowprec.optim import AdamW, Lion, Muon
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import CompilerError, require_compiler
-from hf_lowprec.optim.state.low_bits import uses_low_bits
+from hf_lowprec.optim.state.fp32_weights import uses_low_bits
 from hf_lowprec.optim.validation import check_scalars
 
 

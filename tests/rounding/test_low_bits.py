@@ -9,7 +9,8 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.optim import AdamW
-from hf_lowprec.rounding.low_bits import drop_low_bits, fp32_value, keep_low_bits, low_bits
+from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, attached_low_bits, remove_low_bits
+from hf_lowprec.rounding.low_bits import fp32_value
 from tests.support.rounding.kept_low_bits import kept_values
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -40,7 +41,7 @@ def cast(dtype: torch.dtype = BF16) -> tuple[dict[str, torch.Tensor], Model, hf_
 
 
 def kept(model: nn.Module) -> set[str]:
-    return {name for name, param in model.named_parameters() if low_bits(param) is not None}
+    return {name for name, param in model.named_parameters() if attached_low_bits(param) is not None}
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -51,7 +52,7 @@ def test_trainable_fp32_parameters_that_are_cast_have_low_bits(dtype):
     assert "low bits of 2 tensors kept for the optimizer" in str(report)
     for name in kept(model):
         param = model.get_parameter(name)
-        low = low_bits(param)
+        low = attached_low_bits(param)
         assert (low.dtype, low.shape) == ({BF16: torch.int16, FP16: BF16}[dtype], param.shape)
         if dtype is BF16:
             assert torch.equal(fp32_value(param, low), exact[name])
@@ -73,7 +74,7 @@ def test_weights_of_an_fp16_checkpoint_have_low_bits_in_bf16():
             param = model.get_parameter(name)
             assert not torch.equal(param.float(), exact[name])
             # Every eighth number is a tie. Those that the cast has rounded down are kept as the next smaller number.
-            error = (fp32_value(param, low_bits(param)) - exact[name]).abs()
+            error = (fp32_value(param, attached_low_bits(param)) - exact[name]).abs()
             assert (error <= 2.0**-23 * exact[name].abs()).all()
 
 
@@ -92,17 +93,17 @@ def test_a_model_on_the_meta_device_has_none():
 
 def test_a_second_cast_leaves_them():
     _, model, _ = cast()
-    before = {name: low_bits(model.get_parameter(name)).clone() for name in kept(model)}
+    before = {name: attached_low_bits(model.get_parameter(name)).clone() for name in kept(model)}
     hf_lowprec.cast_model(model)
     assert kept(model) == before.keys()
-    assert all(torch.equal(low_bits(model.get_parameter(name)), value) for name, value in before.items())
+    assert all(torch.equal(attached_low_bits(model.get_parameter(name)), value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("change", ["loaded", "added to", "permuted", "one element", "another shape", "another dtype"])
 def test_low_bits_of_other_weights_do_not_count(change):
     _, model, _ = cast()
     weight = model.linear.weight
-    assert low_bits(weight) is not None
+    assert attached_low_bits(weight) is not None
     with torch.no_grad():
         if change == "loaded":
             model.load_state_dict({**model.state_dict(), "linear.weight": torch.randn(5, 7).to(BF16)})
@@ -116,22 +117,22 @@ def test_low_bits_of_other_weights_do_not_count(change):
             weight.data = weight.data[:2]
         else:
             weight.data = weight.data.float()
-    assert low_bits(weight) is None
-    assert low_bits(model.linear.bias) is not None
+    assert attached_low_bits(weight) is None
+    assert attached_low_bits(model.linear.bias) is not None
 
 
 @pytest.mark.parametrize("way", ["same weights loaded", "moved", "pickled"])
 def test_they_stay_with_equal_weights(way):
     """`model.to(device)` sets `param.data`, as `_apply` does here."""
     _, model, _ = cast()
-    before = low_bits(model.linear.weight).clone()
+    before = attached_low_bits(model.linear.weight).clone()
     if way == "same weights loaded":
         model.load_state_dict(copy.deepcopy(model.state_dict()))
     elif way == "moved":
         model._apply(lambda tensor: tensor.clone())
     else:
         model = pickle.loads(pickle.dumps(model))
-    assert torch.equal(low_bits(model.linear.weight), before)
+    assert torch.equal(attached_low_bits(model.linear.weight), before)
 
 
 def test_a_deepcopied_model_has_none():
@@ -145,12 +146,12 @@ def test_memory_is_two_bytes_per_parameter_until_the_first_step():
     """Nothing afterwards; parameters without a gradient keep theirs, which are their digits, until they get one."""
     _, model, _ = cast()
     optimizer = AdamW([model.linear.weight, model.linear.bias])
-    memory = low_bits(model.linear.weight).untyped_storage()
+    memory = attached_low_bits(model.linear.weight).untyped_storage()
     assert memory.nbytes() == 2 * model.linear.weight.numel()
     model.linear.weight.grad = torch.ones_like(model.linear.weight)
     optimizer.step()
     assert "_low_bits" not in vars(model.linear.weight)
-    assert low_bits(model.linear.bias) is not None
+    assert attached_low_bits(model.linear.bias) is not None
     model.linear.bias.grad = torch.ones_like(model.linear.bias)
     optimizer.step()
     assert not any("_low_bits" in vars(param) for param in model.parameters())
@@ -162,19 +163,19 @@ def test_memory_is_two_bytes_per_parameter_until_the_first_step():
 
 def test_low_bits_can_be_dropped():
     param = nn.Parameter(torch.ones(3, dtype=BF16))
-    assert keep_low_bits(param, torch.full((3,), 1 + 2.0**-12))
-    assert low_bits(param).tolist() == [2**11] * 3  # in units of 2**-23
-    drop_low_bits(param)
-    assert low_bits(param) is None
-    drop_low_bits(param)
+    assert attach_rounded_off(param, torch.full((3,), 1 + 2.0**-12))
+    assert attached_low_bits(param).tolist() == [2**11] * 3  # in units of 2**-23
+    remove_low_bits(param)
+    assert attached_low_bits(param) is None
+    remove_low_bits(param)
 
 
 def test_parameters_larger_than_a_chunk_and_with_gaps_in_memory():
     exact = torch.randn(300, 700).t()
     param = nn.Parameter(exact.to(BF16))
     assert not param.is_contiguous()
-    keep_low_bits(param, exact)
-    assert torch.equal(fp32_value(param, low_bits(param)), kept_values(exact))
+    attach_rounded_off(param, exact)
+    assert torch.equal(fp32_value(param, attached_low_bits(param)), kept_values(exact))
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -186,8 +187,8 @@ def test_ties_are_kept_too(contiguous):
     exact = exact if contiguous else exact.t().contiguous().t()
     param = nn.Parameter(exact.to(BF16))
     cast = param.detach().clone()
-    assert keep_low_bits(param, exact)
+    assert attach_rounded_off(param, exact)
     assert torch.equal(cast, param)
-    missing = exact.view(torch.int32) - fp32_value(param, low_bits(param)).view(torch.int32)
+    missing = exact.view(torch.int32) - fp32_value(param, attached_low_bits(param)).view(torch.int32)
     # The ties between an even number and an odd one above.
     assert missing.tolist() == [[0] * 4, [1] * 4, [0] * 4, [0] * 4]

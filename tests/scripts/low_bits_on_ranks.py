@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import hf_lowprec
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.scripts.trainer_ranks import digest, llama, text
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
@@ -34,7 +34,7 @@ def full_estimates(model, optimizer) -> dict[str, torch.Tensor]:
 def check_arrived(model, optimizer, exact: dict[str, torch.Tensor]) -> None:
     """Every trainable 16-bit parameter, or shard of one, has its low bits: FP32's weights are there to 2**-16."""
     for name, param in model.named_parameters():
-        assert (low_bits(param) is not None) == (param.dtype == torch.bfloat16), name
+        assert (attached_low_bits(param) is not None) == (param.dtype == torch.bfloat16), name
     estimates = full_estimates(model, optimizer)
     for name, weights in exact.items():
         assert ((estimates[name] - weights).abs() <= 2.0**-16 * weights.abs()).all(), name

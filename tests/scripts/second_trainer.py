@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from hf_lowprec.rounding.nearest import spacing
 from tests.scripts.trainer_ranks import llama, text
 from tests.support.processes.ranks import leave
@@ -64,7 +64,7 @@ def check_second(model: LlamaForCausalLM, first: str, second: str) -> None:
     """Train with both. The second has a learning rate of 0, so it also ends with what its states can hold of that."""
     end_of_first = train_in_own_loop(model) if first == "loop" else train(model, first, 1e-3)[1]
     for name, param in model.named_parameters():
-        assert (low_bits(param) is not None) == (param.dtype == BF16), name
+        assert (attached_low_bits(param) is not None) == (param.dtype == BF16), name
     beginning, end = train(model, second, 0.0)
     beyond_16_bits = 0  # weights that are no 16-bit numbers
     for name, value in end_of_first.items():
@@ -87,7 +87,7 @@ def check_after_an_exception(model: LlamaForCausalLM, optim: str) -> None:
     try:
         train(model, optim, 1e-3, Interrupted())
     except KeyboardInterrupt:
-        assert all(low_bits(param) is None for param in model.parameters())
+        assert all(attached_low_bits(param) is None for param in model.parameters())
     else:
         raise AssertionError("the run was not interrupted")
 

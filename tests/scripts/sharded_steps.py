@@ -21,7 +21,7 @@ from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, Sche
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
-from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
+from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_bits
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import leave
@@ -77,8 +77,8 @@ def check(
         full.append(weights(shape, k))
         hf_lowprec.cast_model(full, keep_low_bits=low)
         parts.append(torch.nn.Parameter(shard(full[k].detach().clone(), mesh, placements)))
-        if (kept := low_bits(full[k])) is not None:
-            set_low_bits(parts[k], shard_like(kept, parts[k]))
+        if (kept := attached_low_bits(full[k])) is not None:
+            attach_low_bits(parts[k], shard_like(kept, parts[k]))
     whole = make(full, lr=0.1, backend="eager", **options)
     sharded = make(parts, lr=0.1, backend=backend, **options)
     for step in range(1, STEPS + 1):

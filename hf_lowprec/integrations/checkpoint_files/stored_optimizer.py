@@ -19,7 +19,8 @@ from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, Para
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.state.state_dict_format import LOW_BITS, from_saved_form, in_own_dtype
 from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX, SCALE_SUFFIX, decoded, states_in_codes
-from hf_lowprec.rounding.low_bits import fp32_value, low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.low_bits import fp32_value
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
@@ -55,7 +56,7 @@ class StoredParameter(NamedTuple):
         """The FP32 estimate of the parameter, whose stored value is `weight`."""
         if self.low_bits is not None:
             restore_saved_low_bits(weight, self.low_bits)
-        kept = self.read(self.compensation) if self.compensation else low_bits(weight)
+        kept = self.read(self.compensation) if self.compensation else attached_low_bits(weight)
         return weight.float() if kept is None else fp32_value(weight, kept.to(weight.device))
 
 

@@ -19,11 +19,11 @@ from hf_lowprec.integrations.deepspeed.config import check_optimizer
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import FlatPart, part_of, set_flat_part
-from hf_lowprec.optim.state.low_bits import fp32_estimator
+from hf_lowprec.optim.state.fp32_weights import fp32_estimator
 from hf_lowprec.optim.step.clipping import square_sum_of
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.reduction.rank_mean import mean_of_slices
-from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
+from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_bits
 
 PARTS, WEIGHTS = "parts", "weights"
 """Keys of the state dict: which elements of which parameter each part holds, and its 16-bit weights."""
@@ -130,7 +130,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for name, full in low_bits_of_rank_0(kept, shapes, device):
             for param, part in parts:
                 if part.name == name:
-                    set_low_bits(param, full.view(-1)[part.start : part.start + param.numel()].clone())
+                    attach_low_bits(param, full.view(-1)[part.start : part.start + param.numel()].clone())
 
     def _add_partition(self, partition: Partition) -> None:
         parts = []
@@ -140,8 +140,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             where = slice(piece.offset, piece.offset + piece.length)
             part = nn.Parameter(partition.flat.detach()[where])
             partition_of_param = getattr(piece.param, "ds_tensor", None)
-            if partition_of_param is not None and (kept := low_bits(partition_of_param)) is not None:
-                set_low_bits(part, kept[: piece.length].clone())
+            if partition_of_param is not None and (kept := attached_low_bits(partition_of_param)) is not None:
+                attach_low_bits(part, kept[: piece.length].clone())
             set_flat_part(part, FlatPart(*self._identities[id(piece.param)], piece.shape, piece.start))
             parts.append(_Part(part, where))
         self._parts[id(partition.flat)] = parts

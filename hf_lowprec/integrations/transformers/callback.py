@@ -31,7 +31,7 @@ from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.low_bits import keep_low_bits, reset_low_bits_of_other_weights
+from hf_lowprec.optim.state.fp32_weights import keep_low_bits, reset_low_bits_of_other_weights
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction

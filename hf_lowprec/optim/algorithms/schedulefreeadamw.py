@@ -18,7 +18,7 @@ from hf_lowprec.optim.arguments import Shared, check_betas, check_integer, check
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.low_bits import add_to_weights
+from hf_lowprec.optim.state.fp32_weights import add_to_weights
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.step_plan import StepPlan

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import global_places, local_shard
-from hf_lowprec.optim.state.low_bits import change_weights, store_sums
+from hf_lowprec.optim.state.fp32_weights import change_weights, store_sums
 from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.low_bits import fp32_value
 from hf_lowprec.rounding.modes import AUXILIARY_STATES

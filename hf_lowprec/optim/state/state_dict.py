@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.state.fp32_weights import low_bits_state
 from hf_lowprec.optim.state.imported_states import START_AGAIN, ForeignFormat, conversion_note, format_of
-from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
     HEADER,
@@ -37,7 +37,7 @@ from hf_lowprec.optim.state.state_tensors import (
 )
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.rounding.low_bits import are_saved_low_bits, drop_low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.attached_low_bits import are_saved_low_bits, remove_low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
@@ -417,4 +417,4 @@ def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str,
     if number in loaded.get(LOW_BITS, {}):
         restore_saved_low_bits(param, loaded[LOW_BITS][number])
     elif low_bits_state(saved) is not None:
-        drop_low_bits(param)
+        remove_low_bits(param)

@@ -17,9 +17,9 @@ from torch import Tensor
 from hf_lowprec.optim.arguments import dtype_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.state.low_bits import low_bits_state, zero_low_bits_of_other_weights
+from hf_lowprec.optim.state.fp32_weights import low_bits_state, zero_low_bits_of_other_weights
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.rounding.low_bits import low_bits_to_save
+from hf_lowprec.rounding.attached_low_bits import low_bits_to_save
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:

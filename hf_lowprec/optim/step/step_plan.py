@@ -21,7 +21,7 @@ from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix
 from hf_lowprec.optim.parameter_numbers import number_of
 from hf_lowprec.optim.plain_memory import are_in_plain_memory, in_plain_memory, may_be_freed
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of
-from hf_lowprec.optim.state.low_bits import start_with_low_bits
+from hf_lowprec.optim.state.fp32_weights import start_with_low_bits
 from hf_lowprec.optim.state.mode_change import convert_states, states_of_other_modes
 from hf_lowprec.optim.state.state_tensors import StateTensor, state_tensors, zeros_apart
 from hf_lowprec.optim.state.states_in_8_bits import key_of
@@ -32,7 +32,7 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.rounding import State
-from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_belong
+from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bits
 
 
 class _GroupKey(NamedTuple):
@@ -297,7 +297,7 @@ def _initialized_state(
                 start_with_low_bits(missing[state.name], param)
     # All at once and filled: if memory runs out before, the next step finds none and begins again.
     optimizer_state.update(missing)
-    drop_low_bits(param)
+    remove_low_bits(param)
     low_bits_belong(param)
     return optimizer_state
 

@@ -30,7 +30,7 @@ import hf_lowprec
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.reduction.fsdp2 import check_nccl
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 
@@ -536,8 +536,8 @@ def test_low_bits_survive_a_prepare_that_fails():
     ours = fsdp(fsdp_version=2)
     model = nn.Linear(8, 8)
     hf_lowprec.cast_model(model)
-    before = low_bits(model.weight).clone()
+    before = attached_low_bits(model.weight).clone()
     hf_lowprec.prepare_accelerator(ours)
     with pytest.raises(ValueError, match="optimizer"):
         ours.prepare(model)
-    assert torch.equal(low_bits(model.weight), before)
+    assert torch.equal(attached_low_bits(model.weight), before)

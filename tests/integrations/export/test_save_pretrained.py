@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hf_lowprec
-from hf_lowprec.rounding.low_bits import keep_low_bits
+from hf_lowprec.rounding.attached_low_bits import attach_rounded_off
 from tests.support.chosen_cases import nightly_except
 from tests.support.rounding.kept_low_bits import kept_values
 from tests.support.training.counting_text import tokenizer
@@ -103,7 +103,7 @@ def test_before_the_first_step_the_weights_are_those_that_were_cast(tmp_path):
     exact = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.to(BF16)
     for name, param in model.named_parameters():
-        keep_low_bits(param, exact[name])
+        attach_rounded_off(param, exact[name])
     optimizer = hf_lowprec.AdamW(model.parameters(), rounding="kahan")
     hf_lowprec.save_pretrained(model, optimizer, tmp_path)
     for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 import hf_lowprec
 from hf_lowprec import fp32_state_dict
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.rounding.kept_low_bits import kept_values
 from tests.support.training.peft_adapters import adapted
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
@@ -32,7 +32,7 @@ class FirstStep(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         self.estimates = fp32_state_dict(model, optimizer)
-        self.with_low_bits = {name for name, param in model.named_parameters() if low_bits(param) is not None}
+        self.with_low_bits = {name for name, param in model.named_parameters() if attached_low_bits(param) is not None}
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.with_low_bits_later = {name for name, param in model.named_parameters() if "_low_bits" in vars(param)}

@@ -13,7 +13,7 @@ from hf_lowprec.integrations.transformers import callback, private_apis
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.state.state_dict_format import LOW_BITS
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from hf_lowprec.rounding.nearest import spacing
 from tests.support.chosen_cases import nightly_except
 from tests.support.training.fp32_weights_at_start import Beginning
@@ -31,7 +31,7 @@ def estimates(trainer) -> dict[str, torch.Tensor]:
 
 
 def with_low_bits(model) -> set[str]:
-    return {name for name, param in model.named_parameters() if low_bits(param) is not None}
+    return {name for name, param in model.named_parameters() if attached_low_bits(param) is not None}
 
 
 def in_16_bits(model) -> set[str]:
@@ -94,7 +94,8 @@ def test_the_same_trainer_goes_on_with_its_optimizer(tmp_path):
         found.append(copy.deepcopy(optimizer_of(trainer).state_dict()["state"]) | trainer.model.state_dict())
         assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
         head = trainer.model.lm_head.weight  # the FP32 sum of two BF16 numbers of close exponents is exact
-        assert torch.equal(estimates(trainer)["lm_head.weight"], head.detach().float() + low_bits(head).float())
+        exact = head.detach().float() + attached_low_bits(head).float()
+        assert torch.equal(estimates(trainer)["lm_head.weight"], exact)
     for key, value in found[0].items():
         states = zip(value.values(), found[1][key].values(), strict=True) if isinstance(value, dict) else ()
         assert all(torch.equal(a, b) for a, b in states)

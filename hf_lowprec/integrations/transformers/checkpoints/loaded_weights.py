@@ -15,10 +15,10 @@ from torch import nn
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import read_optimizer
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.low_bits import keep_low_bits as keep_low_bits_of_optimizer
-from hf_lowprec.optim.state.low_bits import low_bits_state, store_sums
+from hf_lowprec.optim.state.fp32_weights import keep_low_bits as keep_low_bits_of_optimizer
+from hf_lowprec.optim.state.fp32_weights import low_bits_state, store_sums
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.low_bits import keep_low_bits, note_loading
+from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, note_loading
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def load_in_place(model: nn.Module, keeping_low_bits: bool = False) -> Iterator[
             with torch.no_grad():
                 param.copy_(loaded)
             if keeping_low_bits and param.dtype in LOW_PRECISION_DTYPES and loaded.dtype == torch.float32:
-                keep_low_bits(param, loaded.detach())
+                attach_rounded_off(param, loaded.detach())
             owner._parameters[name] = param
 
 
@@ -73,7 +73,7 @@ def keep_low_bits_of_checkpoint(model: nn.Module, checkpoint: Path) -> int:
                     continue
                 exact = file.get_tensor(name).to(param.device)
                 if exact.shape == param.shape and torch.equal(exact.to(param.dtype), param):
-                    count += keep_low_bits(param, exact)
+                    count += attach_rounded_off(param, exact)
     return count
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, Trainer
 
 from hf_lowprec.integrations.transformers.checkpoints.loaded_weights import keep_low_bits_of_checkpoint, load_in_place
 from hf_lowprec.rounding import fp32_value
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
 
@@ -36,17 +36,18 @@ def test_low_bits_are_kept_if_asked_for_and_if_there_are_any(keeping):
         for k, (_, after) in enumerate(dtypes):
             model[k] = nn.Parameter(torch.full((3,), exact, dtype=after))
     assert all(map(operator.is_, model, old))
-    assert [low_bits(param) is not None for param in model] == [keeping, False, False]
+    assert [attached_low_bits(param) is not None for param in model] == [keeping, False, False]
     if keeping:
-        assert torch.equal(fp32_value(model[0].detach(), low_bits(model[0])), torch.full((3,), exact))
+        assert torch.equal(fp32_value(model[0].detach(), attached_low_bits(model[0])), torch.full((3,), exact))
 
 
 def test_weights_that_are_not_those_of_the_file_have_none(tmp_path):
     model, exact = nn.ParameterDict({"loaded": torch.ones(3), "changed": torch.zeros(3)}).bfloat16(), 1 + 2**-12
     save_file({name: torch.full((3,), exact) for name in model}, tmp_path / "model.safetensors")
     assert keep_low_bits_of_checkpoint(model, tmp_path) == 1
-    assert torch.equal(fp32_value(model["loaded"].detach(), low_bits(model["loaded"])), torch.full((3,), exact))
-    assert low_bits(model["changed"]) is None
+    loaded = model["loaded"]
+    assert torch.equal(fp32_value(loaded.detach(), attached_low_bits(loaded)), torch.full((3,), exact))
+    assert attached_low_bits(model["changed"]) is None
 
 
 def norms(tensors: Any) -> dict[str, torch.Tensor]:

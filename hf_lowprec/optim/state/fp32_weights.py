@@ -24,8 +24,15 @@ from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, local_shard, part_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, fp32_value, mode_name, round_nearest
-from hf_lowprec.rounding.low_bits import LOADED, chunk_size, is_replaced, low_bits, replaced, set_low_bits, stored_pair
-from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
+from hf_lowprec.rounding.attached_low_bits import (
+    LOADED,
+    attach_low_bits,
+    attached_low_bits,
+    is_replaced,
+    remove_low_bits,
+    replaced,
+)
+from hf_lowprec.rounding.low_bits import chunk_size, stored_pair
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 
@@ -36,7 +43,7 @@ def uses_low_bits(settings: Mapping[str, Any]) -> bool:
 
 def start_with_low_bits(low_bits_state: Tensor, param: Tensor) -> None:
     """Fill a new compensation or remainder, which is zero, with the low bits kept for `param`, if there are any."""
-    if (kept := low_bits(param)) is None:
+    if (kept := attached_low_bits(param)) is None:
         return
     if kept.dtype == low_bits_state.dtype == torch.int16:  # as `store_sums` would store it, in a third of the time
         local_shard(low_bits_state).copy_(kept)
@@ -57,7 +64,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
             if low_bits_state(optimizer.state.get(param, {})) is not None:
                 kind = "values of a checkpoint or of earlier steps"
             else:
-                kind = "zero" if low_bits(param) is None else "low bits"
+                kind = "zero" if attached_low_bits(param) is None else "low bits"
             count[kind] += param.numel()
     return +count
 
@@ -269,7 +276,7 @@ def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
         held = None
         if id(tensor) in own:  # `state[tensor]` would create an entry for a parameter that was never stepped
             state = low_bits_state(optimizer.state.get(tensor, {}))
-            held = low_bits(tensor) if state is None or is_replaced(tensor) else local_shard(state)
+            held = attached_low_bits(tensor) if state is None or is_replaced(tensor) else local_shard(state)
         if held is None:
             return tensor.detach().to(torch.float32, copy=True)
         weight = local_shard(tensor).detach()
@@ -326,7 +333,7 @@ def keep_low_bits(optimizer: Any) -> None:
     for param in _params_of(optimizer):
         state = low_bits_state(optimizer.state.get(param, {}))
         if state is not None and param.dtype in LOW_PRECISION_DTYPES:
-            set_low_bits(param, local_shard(state))
+            attach_low_bits(param, local_shard(state))
 
 
 def drop_low_bits(model: nn.Module) -> None:
@@ -338,4 +345,4 @@ def drop_low_bits(model: nn.Module) -> None:
         model: the model. Its weights are not changed.
     """
     for param in model.parameters():
-        drop_low_bits_of(param)
+        remove_low_bits(param)
