@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_lowprec.tools.cli.estimate import explain
 from hf_lowprec.tools.estimate.fit import OPTIONS, Setting
-from hf_lowprec.tools.estimate.rows import FP32_ROW
+from hf_lowprec.tools.estimate.memory import FP32_ROW
 from tests.support.command_output import hf_lowprec, unboxed
 from tests.support.command_output import refused as refused_by_command
 from tests.support.optim.simulated_copies import simulate_device

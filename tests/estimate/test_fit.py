@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_lowprec.tools.cli.estimate import best
 from hf_lowprec.tools.estimate.activations import estimate_activations
 from hf_lowprec.tools.estimate.fit import OPTIONS, RESERVE, find_fit
-from hf_lowprec.tools.estimate.rows import low_precision_row
+from hf_lowprec.tools.estimate.memory import low_precision_row
 from tests.support.docs.pages import ROOT
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import llama, trained

@@ -11,7 +11,7 @@ from hf_lowprec.integrations.transformers.precision_report import precision_repo
 from hf_lowprec.monitor.memory_estimate import expected_memory
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.tools.estimate.activations import estimate_activations
-from hf_lowprec.tools.estimate.rows import low_precision_row
+from hf_lowprec.tools.estimate.memory import low_precision_row
 from tests.support.memory_use import memory_use
 from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments, counting_data, llama

@@ -10,7 +10,7 @@ import torch
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.step import whole_tensor_quantities
-from hf_lowprec.tools.estimate.live_memory import LiveMemory
+from hf_lowprec.tools.estimate.activations import LiveMemory
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SHAPES = [(32, 64), (64, 32), (48, 48), (1, 16), (16, 1)]

@@ -6,7 +6,7 @@ import torch
 from hf_lowprec.optim import Muon
 from hf_lowprec.optim.algorithms import _newton_schulz as newton_schulz
 from hf_lowprec.optim.step import whole_tensor_quantities
-from hf_lowprec.tools.estimate.live_memory import LiveMemory
+from hf_lowprec.tools.estimate.activations import LiveMemory
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

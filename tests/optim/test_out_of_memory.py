@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_lowprec
 from hf_lowprec.optim.state import fp32_weights
-from hf_lowprec.tools.estimate.live_memory import LiveMemory
+from hf_lowprec.tools.estimate.activations import LiveMemory
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.optim.every_optimizer import BF16, FP32, build, every_mode, give_gradients
 from tests.support.optim.optimizer_contents import assert_equal, everything

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from hf_lowprec.tools.estimate.activations import Activations
     from hf_lowprec.tools.estimate.fit import Setting
-    from hf_lowprec.tools.estimate.rows import Row
+    from hf_lowprec.tools.estimate.memory import Row
 
 GIB = 1 << 30
 
@@ -71,7 +71,7 @@ def estimate(
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
     from hf_lowprec.tools.estimate.activations import estimate_activations
     from hf_lowprec.tools.estimate.fit import find_fit
-    from hf_lowprec.tools.estimate.rows import fp32_row, low_precision_row
+    from hf_lowprec.tools.estimate.memory import fp32_row, low_precision_row
     from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
     names = list(dict.fromkeys(optim or ("adamw_bf16_split", "adamw_bf16_kahan", "adamw_bf16_sr")))

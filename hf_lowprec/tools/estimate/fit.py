@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_lowprec.tools.estimate.activations import Activations, estimate_activations
-from hf_lowprec.tools.estimate.rows import low_precision_row
+from hf_lowprec.tools.estimate.memory import low_precision_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,14 +1,21 @@
-"""The rows of the estimate are the bytes that training then holds."""
+"""The rows of the estimate are the bytes that training then holds, and the memory of a step is that of real steps."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon
+from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
-from hf_lowprec.tools.estimate.rows import fp32_row, low_precision_row
+from hf_lowprec.tools.estimate.activations import LiveMemory
+from hf_lowprec.tools.estimate.memory import fp32_row, low_precision_row, step_peak
+from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
+
+BF16 = torch.bfloat16
+SHAPES = [(256, 256), (384, 128), (128, 384), (2, 64, 96), (300,)]
 
 
 class GradientBytes(TrainerCallback):
@@ -81,3 +88,49 @@ def test_bytes_of_fp32_sums_are_those_held():
         with sums.active():
             model["norm"](hidden).square().sum().backward()
     assert sums.nbytes == expected
+
+
+def built(device: str, **options) -> Muon:
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=BF16, device=device)) for shape in SHAPES]
+    return Muon(params, matrices=params[:-1], **options)
+
+
+def give_gradients(optimizer: LowPrecisionOptimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.randn(param.shape).to(param.dtype)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("state_dtype", [None, torch.int8])
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+def test_the_peak_of_a_step_is_what_the_allocator_hands_out(rounding, state_dtype, clip):
+    """Within 3%: tables are not counted. At these sizes the FP32 values of a chunk are most of it."""
+    options = {"rounding": rounding, "state_dtype": state_dtype}
+    optimizer = built("cpu", max_grad_norm=clip, backend="native", **options)
+    give_gradients(optimizer)
+    optimizer.step()
+    give_gradients(optimizer)
+    found = peak_allocation(optimizer.step)
+    assert step_peak(built("meta", **options), clipped=clip is not None) == pytest.approx(found, rel=0.03)
+
+
+def test_of_large_matrices_it_is_that_of_newton_schulz(monkeypatch):
+    """FP32 values of few elements: 8 bytes per element of a square matrix, and its tables.
+
+    Counted by tensors, since matrix products on a CPU take scratch memory.
+    """
+    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 1000)
+    optimizer = built("cpu", backend="native")
+    give_gradients(optimizer)
+    optimizer.step()
+    give_gradients(optimizer)
+    with LiveMemory() as memory:
+        optimizer.step()
+    expected = step_peak(built("meta"), clipped=False)
+    assert expected == pytest.approx(8 * 256 * 256, rel=0.01)
+    assert memory.peak == pytest.approx(expected, rel=0.03)
+
+
+def test_other_optimizers_step_in_place():
+    assert step_peak(AdamW([torch.nn.Parameter(torch.ones(9, 9, device="meta"))])) == 0

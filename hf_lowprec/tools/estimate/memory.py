@@ -1,11 +1,14 @@
-"""The memory of weights, gradients and optimizer state: with our optimizers, and with torch's AdamW in FP32."""
+"""The memory of training with one optimizer: weights, gradients and state, and what a step needs for a moment.
+
+One row of the estimate holds the bytes of one optimizer: ours, or torch's AdamW in FP32.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 from tempfile import gettempdir
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +17,20 @@ from hf_lowprec.casting import cast_model, return_float32
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from hf_lowprec.monitor.memory_estimate import MemoryUse, expected_memory
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.backends.eager import EagerStep
+from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.offload.host_steps import staging_bytes
+from hf_lowprec.optim.state.state_tensors import state_tensors
+from hf_lowprec.optim.step.factored_moments import compute_factors
+from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
+from hf_lowprec.optim.step.param_entry import ParamEntry
+from hf_lowprec.optim.step.step_plan import step_spec
+from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
-from hf_lowprec.tools.estimate.activations import Activations
-from hf_lowprec.tools.estimate.step_peak import step_peak
+from hf_lowprec.tools.estimate.activations import Activations, LiveMemory
 
 FP32_ROW = "FP32, AdamW"
 """The row to compare with: torch's fused AdamW on FP32 weights; autocast to BF16 takes the same memory for them."""
@@ -130,3 +143,72 @@ def _trained(model: nn.Module) -> list[Tensor]:
 def _whole_gradients(trained: list[Tensor], gpus: int, steps: int) -> int:
     """Bytes of the unsharded gradients that FSDP2 keeps on every GPU while it accumulates micro-batches."""
     return sum(param.nbytes for param in trained) if gpus > 1 and steps > 1 else 0
+
+
+@torch.no_grad()
+def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
+    """Bytes that a step holds at once in addition to weights, gradients and states, on a GPU that has whole tensors.
+
+    Only algorithms that orthogonalize matrices or factor second moments need any worth mentioning; the others update
+    weights in place. Their part of a step runs here on the meta device, so what is counted is what the step does.
+    Under FSDP2, a GPU that steps its shards of Muon's matrices needs as much, since it gathers each matrix.
+
+    Args:
+        optimizer: the optimizer; its parameters may be on the meta device.
+        clipped: whether gradients are clipped, as Trainer does by default.
+    """
+    peak = 0
+    for group in optimizer.param_groups:
+        if not optimizer.orthogonalizes(group) and all(state.mean_over is None for state in optimizer.states(group)):
+            continue
+        alike: dict[Any, list[Tensor]] = {}
+        for param in group["params"]:
+            if param.requires_grad:
+                states = state_tensors(optimizer, group, param)
+                key = (param.dtype, *((tensor.state, tensor.dtype) for tensor in states))
+                alike.setdefault(key, []).append(param)
+        for params in alike.values():
+            fused_group = _on_meta(optimizer, group, params, clipped)
+            backend_step = _StepOnMeta(fused_group)
+            with LiveMemory() as memory:
+                compute_factors([backend_step])
+                for _ in parts_to_step(optimizer, backend_step):
+                    pass
+            peak = max(peak, memory.peak)
+    return peak
+
+
+class _StepOnMeta(EagerStep):
+    def matrix_sums(self) -> dict[int, MatrixSums]:
+        """Allocate what the `triton` backend does."""
+        tiles = MatrixTiles([weight.shape for weight in self.fused_group.weights], TILE_ROWS, self.fused_group.device)
+        return tiles.add_up(*tiles.empty_sums())
+
+
+def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[Tensor], clipped: bool) -> FusedGroup:
+    """A fused group of tensors like `params`, their gradients and their states, on the meta device.
+
+    `params` have the same dtype, and states of the same names and dtypes.
+    """
+    dtype = params[0].dtype
+    tensors = state_tensors(optimizer, group, params[0])
+    states = [tensor for tensor in tensors if tensor.state.mean_over is None]
+    dtypes = (dtype, dtype, *(tensor.dtype for tensor in states))
+    factored = len(states) < len(tensors)
+    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped, factored)
+    entries = []
+    for number, param in enumerate(params):
+        weight, grad = (torch.empty(param.shape, dtype=dtype, device="meta") for _ in range(2))
+        named: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
+        for tensor in state_tensors(optimizer, group, param):
+            is_mean = tensor.state.mean_over is not None
+            named[is_mean][tensor.state.name] = torch.empty(
+                tensor.shape.numel() if is_mean else tensor.shape, dtype=tensor.dtype, device="meta"
+            )
+        state = {"step": torch.tensor(0)}
+        entries.append(ParamEntry(number, group, state, weight, weight, named[False], named[True], grad=grad))
+    fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
+    fused_group.compute_scalars(optimizer.scalars)
+    if clipped:
+        fused_group.clip_factor = torch.ones((), device="meta")
+    return fused_group
