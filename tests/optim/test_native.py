@@ -79,7 +79,7 @@ print(len(os.listdir(os.environ["HF_LOWPREC_CACHE"])))
 
 def test_what_another_compiler_flag_or_processor_made_is_not_loaded(monkeypatch):
     names = []
-    monkeypatch.setattr(native.library_cache, "load", lambda name, *_: names.append(name))
+    monkeypatch.setattr(native, "load_library", lambda name, *_: names.append(name))
     changes = {
         "FLAGS": ("-O1",),
         "require_compiler": lambda: ("gcc", "-O1"),

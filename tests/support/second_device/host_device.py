@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hf_lowprec.optim.backends.c import library_cache
+from hf_lowprec.optim.backends.c.compiler import load_library
 
 NAME = "hostdev"
 _SOURCE = Path(__file__).with_name("host_device.cpp")
@@ -34,7 +34,7 @@ def register() -> torch.device:
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     with open(Path(tempfile.gettempdir(), f"hf_lowprec-{NAME}-{os.getuid()}"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that of several tests at once only one compiles
-        library_cache.load(f"{NAME}-{key}.so", _compile)
+        load_library(f"{NAME}-{key}.so", _compile)
     torch.utils.rename_privateuse1_backend(NAME)
     module = types.ModuleType(f"torch.{NAME}")
     functions = {

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_lowprec.optim.backends.c import library_cache
 from hf_lowprec.optim.backends.c.compiler import (
     FLAGS,
     CompilerError,
     compile_library,
     compiler_identity,
+    load_library,
     require_compiler,
 )
 from hf_lowprec.optim.backends.c.kernel_source import CHUNK, render
@@ -146,7 +146,7 @@ def _compiled(source: str) -> ctypes.CDLL:
     compiler = require_compiler()
     identity = [source, *FLAGS, *compiler, compiler_identity(compiler[0]), _cpu_identity()]
     key = hashlib.sha256(chr(0).join(identity).encode(errors="surrogateescape")).hexdigest()[:32]
-    return library_cache.load(f"step-{key}.so", functools.partial(compile_library, compiler, source))
+    return load_library(f"step-{key}.so", functools.partial(compile_library, compiler, source))
 
 
 @functools.cache
