@@ -63,6 +63,12 @@ PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 """The units behind the command line, which use this package and transformers by their public names."""
 for tool, others in TOOLS.items():
     MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in (tool, *others))}
+OPTIM = (
+    *("cached_property", "private_torch_apis", "unwrap_optimizer", "sharding", "algorithm_interface", "arguments"),
+    *("validation", "parameter_numbers", "plain_memory", "state", "step", "backends", "gradient_release", "offload"),
+    *("optimizer", "algorithms", "optimizer_names"),
+)
+"""The files and folders of `optim`, from the lowest to the highest."""
 KERNELS = {f"{PACKAGE}.optim.backends.triton.{name}" for name in ("square_sum", "matrix_places")}
 KERNELS |= {f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
@@ -148,6 +154,10 @@ def unit_of(module: str) -> str:
     return ".".join(parts[: 2 if parts[:1] == ["tools"] else 1])
 
 
+def _is_in_optim(parts: list[str]) -> bool:
+    return parts[:2] == [PACKAGE, "optim"] and {*parts[2:3]} <= {*OPTIM} and len(parts) > 2
+
+
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """The violations of the rules by `source`, as the module of that dotted name: one line each."""
     tree = ast.parse(source)
@@ -163,6 +173,9 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
                 found.append(f"{where} imports {imported.target}, and {unit} may not import {target}")
             elif target not in MAY_IMPORT and unit not in PROGRAMS:
                 found.append(f"{where} imports {imported.target} from the top of the package, which knows all layers")
+        inside = [OPTIM.index(parts[2]) for parts in (module.split("."), imported.parts) if _is_in_optim(parts)]
+        if inside != sorted(inside, reverse=True):
+            found.append(f"{where} imports {imported.target}, which is above it in optim")
         if library in HUGGING_FACE and unit != "integrations":
             if library != "transformers" or unit not in PROGRAMS:
                 found.append(f"{where} imports {imported.target}, which only integrations may")
@@ -228,6 +241,7 @@ def _module_name(path: Path) -> tuple[str, bool]:
 def test_the_package_is_where_this_file_looks() -> None:
     units = {_module_name(p)[0].split(".")[1] for p in MODULES if p.parent != ROOT / PACKAGE or p.stem != "__init__"}
     assert {"rounding", "optim"} <= units
+    assert {path.stem for path in (ROOT / PACKAGE / "optim").iterdir() if path.stem[0] != "_"} == {*OPTIM}
 
 
 def test_imports_go_down_only_and_never_in_a_circle() -> None:
@@ -272,6 +286,8 @@ def test_files_are_named_for_what_they_do() -> None:
         ("optim.optimizer", "from importlib import import_module\nimport_module('hf_lowprec.tools.cli')"),
         ("optim.optimizer", "import importlib\nimportlib.import_module('..monitor', __package__)"),
         ("optim.optimizer", "from ..monitor.memory import estimate"),
+        ("optim.step.step_plan", "from hf_lowprec.optim.algorithms import muon"),
+        ("optim.state.state_dict", "if TYPE_CHECKING:\n    from hf_lowprec.optim.optimizer import step"),
         ("casting", "from .optim import AdamW"),
         ("casting", "import transformers"),
         ("reduction.ddp", "from hf_lowprec.casting import cast_model"),

@@ -542,7 +542,10 @@ class LowPrecisionOptimizer(Algorithm):
         self._spell_out_modes()
         if self.release is not None:
             self.release.check_between_steps("state_dict()")
-        return to_saved_form(self, super().state_dict())
+        state_dict = super().state_dict()
+        if self.release is not None and self.clip == "delayed":
+            state_dict["param_groups"][0][NORM_BEFORE] = float(self.release.clipping.norm_before)
+        return to_saved_form(self, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm and parameter shapes.
@@ -562,6 +565,9 @@ class LowPrecisionOptimizer(Algorithm):
         self.finish_host_steps()
         for note in check_and_load(self, state_dict, super().load_state_dict):
             warnings.warn(note, RuntimeWarning, stacklevel=2)
+        norm_before, *_ = [group.pop(NORM_BEFORE, 0.0) for group in self.param_groups]
+        if self.release is not None:
+            self.release.resume(float(norm_before))
 
     def __getstate__(self) -> dict[str, Any]:
         norm_before = {}

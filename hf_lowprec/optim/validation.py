@@ -25,7 +25,7 @@ from hf_lowprec.optim.arguments import (
     check_range,
     keywords,
 )
-from hf_lowprec.optim.sharding import check_placements, is_sharded, local_shard, placements_of_mean
+from hf_lowprec.optim.sharding import check_placements, full_shape, is_sharded, local_shard, placements_of_mean
 from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
@@ -266,6 +266,15 @@ def check_placement(index: int, param: Tensor, tensor: Tensor, mean_over: int | 
         raise ValueError(
             f"parameter {index} of shape {tuple(param.shape)} has a shard of shape {tuple(shard_of_param.shape)} here, "
             f"and its gradient or a state has one of {tuple(shard.shape)}; these must agree"
+        )
+
+
+def check_matrix(param: Tensor) -> None:
+    """Raise ValueError unless `param` is a matrix or a stack of matrices."""
+    if len(full_shape(param)) not in (2, 3):
+        raise ValueError(
+            f"Muon steps matrices and stacks of them, not a parameter of shape {tuple(param.shape)}; pass "
+            "matrices=hf_lowprec.hidden_matrices(model), or put it in a group with use_muon=False"
         )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from itertools import compress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
@@ -89,12 +88,3 @@ def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[Pa
 def _tensor(param: Any) -> Any:
     """Return the parameter itself; in a group of named parameters, it comes as `(name, parameter)`."""
     return param[1] if isinstance(param, tuple) else param
-
-
-def check_matrix(param: torch.Tensor) -> None:
-    """Raise ValueError unless `param` is a matrix or a stack of matrices."""
-    if len(full_shape(param)) not in (2, 3):
-        raise ValueError(
-            f"Muon steps matrices and stacks of them, not a parameter of shape {tuple(param.shape)}; pass "
-            "matrices=hf_lowprec.hidden_matrices(model), or put it in a group with use_muon=False"
-        )

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix, split_group
+from hf_lowprec.optim.algorithms._hidden_matrices import split_group
 from hf_lowprec.optim.algorithms._newton_schulz import batch_keeps_bits, newton_schulz
 from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.arguments import Shared, check_one_of, check_range
+from hf_lowprec.optim.validation import check_matrix
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.arguments import keywords
-from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.state.fp32_weights import low_bits_state
 from hf_lowprec.optim.state.imported_states import START_AGAIN, ForeignFormat, conversion_note, format_of
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
     HEADER,
     LOW_BITS,
-    NORM_BEFORE,
     SKIPPED_STEPS,
     algorithm_name,
     from_saved_form,
@@ -387,10 +385,7 @@ def check_and_load(
         handle.remove()
     for param, number in numbered_parameters(optimizer, loadable):
         _restore(optimizer, param, number, loadable)
-    norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
     optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
-    if release := gradient_release_of(optimizer):
-        release.resume(float(norms[0]))
     return notes
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.arguments import dtype_of
-from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
 from hf_lowprec.optim.state.fp32_weights import low_bits_state, zero_low_bits_of_other_weights
 from hf_lowprec.rounding import dtype_name
@@ -80,9 +79,6 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
 
-    release = gradient_release_of(optimizer)
-    if release is not None and optimizer.clip == "delayed":
-        state_dict["param_groups"][0][NORM_BEFORE] = float(release.clipping.norm_before)
     if skipped_steps := optimizer.skipped_steps:
         state_dict["param_groups"][0][SKIPPED_STEPS] = skipped_steps
     zero_low_bits_of_other_weights(state_dict["state"], numbered_parameters(optimizer, state_dict))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix
 from hf_lowprec.optim.parameter_numbers import number_of
 from hf_lowprec.optim.plain_memory import are_in_plain_memory, in_plain_memory, may_be_freed
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of
@@ -233,7 +232,7 @@ def _check_params(optimizer: Algorithm, param_ids: Set[int]) -> None:
         for param in (param for param in group["params"] if id(param) in param_ids):
             validation.check_param(param, group, f"param group {k}")
             if optimizer.orthogonalizes(group):
-                check_matrix(param)
+                validation.check_matrix(param)
             if (grad := optimizer.gradient_of(param)) is not None:
                 validation.check_gradient(grad)
 
