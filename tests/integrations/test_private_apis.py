@@ -29,7 +29,7 @@ from transformers import (
 from hf_lowprec.casting.cast import runs_under_autocast
 from hf_lowprec.integrations.accelerate import private_apis as accelerate_apis
 from hf_lowprec.integrations.transformers import private_apis
-from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
+from hf_lowprec.integrations.transformers.checkpoints.resume import read_trainer_state
 from hf_lowprec.integrations.transformers.optim_names import add_optimizer_names
 from hf_lowprec.oldest_versions import OLDEST
 from tests.support.processes.ranks import run_script

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_lowprec.integrations.transformers import private_apis, trainer_setup
-from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, sharded_at_load, trainer_methods
+from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, trainer_methods
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.wrapped_method import wrap_method
 
@@ -39,7 +39,7 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     # Writes the checkpoint's manifest when all ranks have written their files, before older ones are deleted.
     private_apis.SAVE_CHECKPOINT: trainer_methods.save_checkpoint,
     # Saves shards of models sharded at load, whose state Trainer does not save.
-    private_apis.SAVE_OPTIMIZER: sharded_at_load.save_optimizer,
+    private_apis.SAVE_OPTIMIZER: optimizer_state.save_optimizer,
     # Writes a model folder where Trainer writes nothing, under FSDP2 with sharded state dicts.
     "save_model": trainer_methods.save_model,
     # Loads weights into the parameters that the optimizer holds.

@@ -1,4 +1,9 @@
-"""Trainer loads an optimizer's state: conversions between this library's optimizers and others, and between modes."""
+"""Trainer loads an optimizer's state: conversions between this library's optimizers and others, and between modes.
+
+Trainer saves no state if transformers has sharded the model over a device mesh while loading it (`DistributedConfig`).
+Here it goes through torch.distributed.checkpoint, as do the weights: each rank writes its shards into the folder that
+FSDP2 writes with sharded state dicts.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +14,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils._pytree import tree_map
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
 
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, read_optimizer
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
-from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_optimizer as load_sharded
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.sharding import checkpointable
 from hf_lowprec.optim.state.imported_states import START_AGAIN
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
+_SHARDED_STATE = "optimizer_0"
 _OPTIONS_OF_STATES = {"rounding", "state_dtype", "state_rounding"}
 """Keys of param groups that decide which states exist; states in 8 bits exclude a value of `state_rounding`."""
+
+
+def save_optimizer(call: TrainerCall) -> None:
+    """Trainer's method that saves optimizer and scheduler: save shards of the states."""
+    trainer = call.trainer
+    if not is_sharded_at_load(trainer.model):
+        call.proceed()
+        return
+    folder = Path(call.arguments["output_dir"])
+    states = get_optimizer_state_dict(trainer.model, unwrap_optimizer(trainer.optimizer))
+    state_dict_saver.save({"optimizer": tree_map(checkpointable, states)}, checkpoint_id=folder / _SHARDED_STATE)
+    if trainer.args.should_save:
+        torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
 
 def load_optimizer(call: TrainerCall) -> None:
@@ -67,7 +92,7 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
         if not sharded_at_load:
             call.proceed()
         elif saved_by_fsdp is not None:
-            load_sharded(call.trainer, checkpoint)
+            _load_sharded_state(call.trainer, checkpoint)
     if scheduled:
         return  # the schedule sets the mode at the beginning of the next step
     saved = [group["rounding"] for group in optimizer.param_groups]
@@ -80,6 +105,18 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
             sorted(set(saved)),
             sorted(set(own)),
         )
+
+
+def _load_sharded_state(trainer: Trainer, folder: Path) -> None:
+    """Load the states of optimizer and scheduler from a checkpoint. Every rank must call it."""
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    states = get_optimizer_state_dict(trainer.model, optimizer)
+    loaded = {"optimizer": tree_map(checkpointable, states)}
+    state_dict_loader.load(loaded, checkpoint_id=folder / _SHARDED_STATE)
+    # Tensors were loaded in place, everything else into the dictionaries.
+    read = tree_map(lambda own, other: own if isinstance(own, Tensor) else other, states, loaded["optimizer"])
+    set_optimizer_state_dict(trainer.model, optimizer, read)
+    trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
 
 @contextmanager
@@ -131,5 +168,5 @@ def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, check
 
 def _saved_by_fsdp(checkpoint: Path) -> StoredOptimizer | None:
     """The state that FSDP will load; None if there is none."""
-    paths = (checkpoint / "optimizer.bin", checkpoint / "optimizer_0")
+    paths = (checkpoint / "optimizer.bin", checkpoint / _SHARDED_STATE)
     return next((read_optimizer(path) for path in paths if path.exists()), None)

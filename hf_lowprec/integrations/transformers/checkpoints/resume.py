@@ -3,20 +3,24 @@
 The time in the manifest says which one is newest: copying changes the times of files, and a run that starts again in
 the same folder, or from an earlier step, leaves checkpoints of higher steps. All ranks reach the same decision: one
 process per machine checks the files that it sees, and all checks count.
+
+The state of the Trainer is read here, too, including that of another version of transformers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils.constants import FSDP_MODEL_NAME
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -30,7 +34,6 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     listing,
     read_manifest,
 )
-from hf_lowprec.integrations.transformers.checkpoints.trainer_state import unknown_fields
 from hf_lowprec.reduction.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,17 @@ def check_layout(checkpoint: Path, wanted: str | None) -> None:
         f"resume_from_checkpoint={str(checkpoint)!r} was saved {saved}"
         f"{'' if found else ', or with save_only_model=True'}, but this run trains {trains}. {way_out}"
     )
+
+
+def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> TrainerState:
+    """Read a Trainer's state as a `cls`, ignoring fields that this version of transformers does not have.
+
+    Raises:
+        ValueError: the file cannot be read; the message names it.
+    """
+    fields = read_json(path)
+    unknown = _unknown_fields(fields, cls)
+    return cls(**{name: value for name, value in fields.items() if name not in unknown})
 
 
 def holds_optimizer(checkpoint: Path) -> bool:
@@ -223,7 +237,7 @@ def _warn_of_incomplete_state(checkpoint: Path) -> None:
             "%s contains no random states: dropout and the order of batches will differ from the original run",
             checkpoint,
         )
-    unknown = unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
+    unknown = _unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
     if unknown:
         _warn(
             "%s of %s was written by another version of transformers; ignored fields: %s",
@@ -231,6 +245,11 @@ def _warn_of_incomplete_state(checkpoint: Path) -> None:
             checkpoint,
             ", ".join(unknown),
         )
+
+
+def _unknown_fields(state: dict[str, Any], cls: type[TrainerState] = TrainerState) -> list[str]:
+    """The fields of a saved state that `cls` of this version of transformers does not have."""
+    return sorted(state.keys() - {field.name for field in dataclasses.fields(cls)})
 
 
 def _checks_here() -> bool:

@@ -18,15 +18,20 @@ from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.transformers import private_apis
-from hf_lowprec.integrations.transformers.checkpoints.loaded_weights import (
+from hf_lowprec.integrations.transformers.checkpoints.manifest import begin_checkpoint, finish_checkpoint
+from hf_lowprec.integrations.transformers.checkpoints.resume import (
+    check_layout,
+    choose_checkpoint,
+    read_trainer_state,
+    unsafe_shards,
+)
+from hf_lowprec.integrations.transformers.checkpoints.weights import (
     keep_low_bits_of_checkpoint,
     load_in_place,
     load_low_bits_of_optimizer,
+    load_sharded_weights,
+    save_sharded_weights,
 )
-from hf_lowprec.integrations.transformers.checkpoints.manifest import begin_checkpoint, finish_checkpoint
-from hf_lowprec.integrations.transformers.checkpoints.resume import check_layout, choose_checkpoint, unsafe_shards
-from hf_lowprec.integrations.transformers.checkpoints.sharded_at_load import load_weights, save_weights
-from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trainer_call import Attachment, TrainerCall
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
@@ -135,7 +140,7 @@ def save_model(call: TrainerCall) -> None:
     """
     resumable = call.attachment.saves_checkpoint and not call.trainer.args.save_only_model
     if resumable and is_sharded_at_load(call.trainer.model):
-        save_weights(call.trainer.model, Path(call.arguments["output_dir"]))
+        save_sharded_weights(call.trainer.model, Path(call.arguments["output_dir"]))
         return
     whole = nullcontext() if call.attachment.saves_checkpoint else private_apis.saving_whole_models(call.trainer)
     with whole:
@@ -161,7 +166,7 @@ def load_checkpoint(call: TrainerCall) -> None:
     callback, checkpoint = call.attachment.callback, Path(call.arguments["resume_from_checkpoint"])
     if is_sharded_at_load(call.trainer.model):
         with explain_unreadable(checkpoint, (CheckpointException,)):
-            load_weights(call.trainer.model, checkpoint)
+            load_sharded_weights(call.trainer.model, checkpoint)
         return
     with (
         load_in_place(call.trainer.model, callback.keep_low_bits),
@@ -184,7 +189,7 @@ def load_best(call: TrainerCall) -> None:
         optimizer.eval()
     with load_in_place(call.trainer.model), explain_unreadable(best, (CheckpointException,)):
         if is_sharded_at_load(call.trainer.model):
-            load_weights(call.trainer.model, best)
+            load_sharded_weights(call.trainer.model, best)
         else:
             call.proceed()
     if isinstance(optimizer, LowPrecisionOptimizer) and (best / OPTIMIZER_NAME).exists():

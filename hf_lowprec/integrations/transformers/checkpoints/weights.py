@@ -1,4 +1,9 @@
-"""When Trainer loads weights: they go into the parameters that an optimizer holds, and their low bits are kept."""
+"""Weights of checkpoints: they are loaded into the parameters that an optimizer holds, and their low bits are kept.
+
+The weights of a model that transformers has sharded over a device mesh while loading it (`DistributedConfig`) go
+through torch.distributed.checkpoint: each rank writes its shards into the folder that FSDP2 writes with sharded state
+dicts. `optimizer_state.py` does the same with the states of the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.utils._pytree import tree_map
 
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import read_optimizer
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.sharding import checkpointable, is_sharded
 from hf_lowprec.optim.state.fp32_weights import keep_low_bits as keep_low_bits_of_optimizer
 from hf_lowprec.optim.state.fp32_weights import low_bits_state, store_sums
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, note_loading
+
+_SHARDED_WEIGHTS = f"{FSDP_MODEL_NAME}_0"
 
 logger = logging.getLogger(__name__)
 
@@ -106,3 +118,17 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
         else:
             store_sums(param, own, value)
     keep_low_bits_of_optimizer(optimizer)
+
+
+def save_sharded_weights(model: nn.Module, folder: Path) -> None:
+    """Save the sharded weights of `model` to the checkpoint `folder`. Every rank must call it."""
+    state_dict_saver.save({"model": _shards(model)}, checkpoint_id=folder / _SHARDED_WEIGHTS)
+
+
+def load_sharded_weights(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a checkpoint into the sharded parameters of `model`. Every rank must call it."""
+    state_dict_loader.load({"model": _shards(model)}, checkpoint_id=folder / _SHARDED_WEIGHTS)
+
+
+def _shards(model: nn.Module) -> dict[str, Any]:
+    return tree_map(checkpointable, get_model_state_dict(model))
