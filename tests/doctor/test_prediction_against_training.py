@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
-from hf_lowprec.tools.doctor.planned_run import plan_run
-from hf_lowprec.tools.doctor.prediction import count_weights, predict_rounding
+from hf_lowprec.tools.doctor.prediction import count_weights, plan_run, predict_rounding
 from tests.support.training.tiny_trainer import arguments, optimizer_of
 
 LENGTH, STEPS, INTERVAL = 32, 120, 6
@@ -45,7 +44,7 @@ def data(kind: str) -> list[dict]:
     """Blocks of text, to predict the next byte of, or whether there are many spaces in it.
 
     One answer in five about the spaces is wrong. If all were right, the model would soon know them; gradients would
-    shrink within a few steps, which the prediction does not foresee (see `hf_lowprec/tools/doctor/update_sizes.py`).
+    shrink within a few steps, which the prediction does not foresee (see `noise_directions`).
     """
     generator = torch.Generator().manual_seed(0)
     every, _, space = tokens()

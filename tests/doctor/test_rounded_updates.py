@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.tools.doctor.prediction import PREDICTED_MODES
-from hf_lowprec.tools.doctor.rounded_updates import count_spacings, round_updates
-from hf_lowprec.tools.doctor.update_sizes import Directions, noise_directions
+from hf_lowprec.tools.doctor.prediction import PREDICTED_MODES, noise_directions
+from hf_lowprec.tools.doctor.rounded_updates import Directions, count_spacings, round_updates
 
 SPACING = 2.0**-13
 """Of weights from 2^-6 to 2^-5."""

@@ -49,8 +49,7 @@ def doctor(
     if lr is None or steps is None:
         raise typer.BadParameter(f"with MODEL, {'--lr' if lr is None else '--steps'} must be given", param_hint="MODEL")
     from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
-    from hf_lowprec.tools.doctor.planned_run import plan_run
-    from hf_lowprec.tools.doctor.prediction import count_weights, predict_rounding, recommend, suits
+    from hf_lowprec.tools.doctor.prediction import count_weights, plan_run, predict_rounding, recommend, suits
     from hf_lowprec.tools.user_inputs.model_files import find_model_folder
 
     try:
@@ -71,15 +70,15 @@ def _check_machine() -> NoReturn:
     import torch.distributed as dist
 
     from hf_lowprec.reduction.collectives import gather_objects
-    from hf_lowprec.tools.doctor import checks, tiny_training
+    from hf_lowprec.tools.doctor import checks
 
     broken = False
-    with tiny_training.joined_ranks():
+    with checks.joined_ranks():
         for name, check in checks.CHECKS.items():
             result = checks.run_check(check)
             if result.unexpected and dist.is_initialized() and dist.get_world_size() > 1:
                 typer.echo(f"{result.status:<8}{name:<11}{result.text} (rank {dist.get_rank()})", err=True)
-                tiny_training.abort_launch()
+                checks.abort_launch()
             results = gather_objects(result, "checking this machine")
             broken |= any(result.status == checks.FAILED for result in results)
             if not dist.is_initialized() or dist.get_rank() == 0:

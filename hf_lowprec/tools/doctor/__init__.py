@@ -1,1 +1,1 @@
-"""The checks of `hf-lowprec doctor`, and the short training run that they need."""
+"""`hf-lowprec doctor`: checks of this machine, and what rounding will do to the updates of a planned run."""

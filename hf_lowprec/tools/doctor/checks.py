@@ -1,19 +1,26 @@
-"""The checks of `hf-lowprec doctor`. Each runs a part of training and returns one line, or raises Broken or Missing."""
+"""The checks of `hf-lowprec doctor`. Each runs a part of training and returns one line, or raises Broken or Missing.
+
+The last check is a training run that takes seconds, on all ranks of a launch: a tiny Llama learns to count, with the
+stock Trainer.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
+import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, NamedTuple
+from tempfile import gettempdir
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch import Tensor
-from transformers import Trainer
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
@@ -23,11 +30,11 @@ from hf_lowprec.optim.backends.triton.availability import TritonError
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.reduction import BucketAverager, check_replicas
 from hf_lowprec.rounding import MODES
-from hf_lowprec.tools.doctor.tiny_training import STEPS, train, training_arguments
 
 OK, MISSING, FAILED = "ok", "-", "FAILED"
 LAUNCH = "accelerate launch -m hf_lowprec doctor, without GPUs torchrun --nproc-per-node 2 -m hf_lowprec doctor"
 _SHOWN = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed")
+_VOCABULARY, _LENGTH, _STEPS = 64, 16, 12
 
 
 class CheckResult(NamedTuple):
@@ -66,6 +73,22 @@ def run_check(check: Callable[[], str]) -> CheckResult:
         return CheckResult(FAILED, " ".join(f"{type(error).__name__}: {error}".split()), unexpected=True)
 
 
+@contextmanager
+def joined_ranks() -> Iterator[None]:
+    """Join the process group of an `accelerate launch` or `torchrun`, as Trainer would, and leave it at the end."""
+    _ = _training_arguments().device  # reading this property starts the process group
+    yield
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def abort_launch() -> NoReturn:
+    """End this process and with it the launch: other ranks may be waiting in a collective that this one left."""
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def show_versions() -> str:
     """Name the versions and devices that a bug report needs."""
     found = {"hf_lowprec": hf_lowprec.__version__, "Python": platform.python_version()}
@@ -102,7 +125,7 @@ def check_packages() -> str:
 def check_names() -> str:
     """Check that `TrainingArguments` accepts each of our names and that Trainer gets our class for it."""
     for name in OPTIMIZER_NAMES:
-        cls, _ = Trainer.get_optimizer_cls_and_kwargs(training_arguments(optim=name))
+        cls, _ = Trainer.get_optimizer_cls_and_kwargs(_training_arguments(optim=name))
         if cls not in ALGORITHMS.values():
             raise Broken(f"optim={name!r} selects {cls}, which is not an hf_lowprec optimizer")
     return f"all {len(OPTIMIZER_NAMES)} optim= names select hf_lowprec optimizers"
@@ -115,7 +138,7 @@ def check_steps() -> str:
 
 def _devices() -> list[torch.device]:
     """The device of this rank, or all devices of this machine if there are no ranks."""
-    device = training_arguments().device
+    device = _training_arguments().device
     if device.type == "cpu":
         device = torch.device("cpu")
     gpus = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
@@ -156,7 +179,7 @@ def check_reduction() -> str:
     group = dist.group.WORLD
     if group is None or group.size() == 1:
         raise Missing(f"only one process; to check the reduction between several: {LAUNCH}")
-    ranks, device = group.size(), training_arguments().device
+    ranks, device = group.size(), _training_arguments().device
     gradient = torch.randn(10_007, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16().to(device)
     by_rank = [torch.empty_like(gradient) for _ in range(ranks)]
     dist.all_gather(by_rank, gradient)
@@ -175,9 +198,9 @@ def check_reduction() -> str:
 
 def check_training() -> str:
     """Check a run of the stock Trainer with one of our names: correct dtypes, every weight changes, the loss falls."""
-    if not dist.is_initialized() and (gpus := training_arguments().n_gpu) > 1:
+    if not dist.is_initialized() and (gpus := _training_arguments().n_gpu) > 1:
         raise Missing(f"one process and {gpus} GPUs; set CUDA_VISIBLE_DEVICES=0 to check one GPU, or use {LAUNCH}")
-    trainer, before = train()
+    trainer, before = _train()
     if dist.is_initialized() and trainer.args.world_size != dist.get_world_size():
         raise Broken(
             f"{dist.get_world_size()} processes were started, but Trainer trains with {trainer.args.world_size}"
@@ -201,10 +224,48 @@ def check_training() -> str:
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     first, last = logs[0]["loss"], logs[-1]["loss"]
     if not last < first:
-        raise Broken(f"the loss of a tiny Llama went from {first:.2f} to {last:.2f} in {STEPS} steps")
+        raise Broken(f"the loss of a tiny Llama went from {first:.2f} to {last:.2f} in {_STEPS} steps")
     lost = round(logs[-1][LOST_UPDATES], 3) + 0.0  # avoids -0.0
     where = f"on {trainer.args.device}, world of {trainer.args.world_size}"
-    return f"{STEPS} steps {where}: loss {first:.2f} to {last:.2f}, {lost:.1%} of the last update lost"
+    return f"{_STEPS} steps {where}: loss {first:.2f} to {last:.2f}, {lost:.1%} of the last update lost"
+
+
+def _train() -> tuple[Trainer, dict[str, torch.Tensor]]:
+    """Train the tiny Llama.
+
+    Returns:
+        The trainer after training, and a copy of the weights before it, by name, on the CPU.
+    """
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    tokens = (torch.arange(_VOCABULARY).unsqueeze(1) + torch.arange(_LENGTH)) % _VOCABULARY
+    trainer = Trainer(
+        model,
+        _training_arguments(optim="adamw_bf16_kahan", learning_rate=1e-2, max_steps=_STEPS, logging_steps=1),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],  # type: ignore[arg-type]
+        callbacks=[hf_lowprec.LowPrecisionCallback(report=False)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    before = {name: param.detach().to("cpu", copy=True) for name, param in model.named_parameters()}
+    trainer.train()
+    return trainer, before
+
+
+def _training_arguments(**options: object) -> TrainingArguments:
+    """`TrainingArguments` that write and print nothing, for the device that Trainer chooses."""
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "log_level": "error",
+        "ddp_find_unused_parameters": False,
+    }
+    use_cpu = not torch.accelerator.is_available()  # otherwise accelerate starts no process group on a CPU
+    return TrainingArguments(gettempdir(), use_cpu=use_cpu, **quiet, **options)  # type: ignore[arg-type]
 
 
 CHECKS: dict[str, Callable[[], str]] = {

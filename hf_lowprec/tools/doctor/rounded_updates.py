@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
-from hf_lowprec.tools.doctor.update_sizes import Directions
 
 CHUNK = 1 << 22
 """Elements that are converted at a time."""
@@ -63,6 +62,27 @@ def count_spacings(tensor: Tensor) -> Tensor:
     below = powers / 2
     below[:2] = 0  # zero and the smallest normal number have the same spacing on both sides
     return others + powers - below + torch.cat((below[1:], below.new_zeros(1)))
+
+
+class Directions(NamedTuple):
+    """The directions of an optimizer's updates, whose sizes are in units of its learning rate.
+
+    The update of a weight is `u = -lr·(r + wd·w)`, with the *direction* `r` and a decoupled weight decay `wd`.
+
+    Attributes:
+        sample: absolute values of directions, equally likely, of both signs (FP64).
+        beta1: the decay rate from which `growth` follows; 0 if directions have their final size from the first step.
+        persistence: the variance of a sum of directions over many steps, per step, relative to that of a single one.
+    """
+
+    sample: Tensor
+    beta1: float
+    persistence: float
+
+    def growth(self, steps: Tensor) -> Tensor:
+        """The size of directions in each of `steps`, counted from 1, relative to that after many steps."""
+        decayed = self.beta1**steps
+        return ((1 + decayed) / (1 - decayed)).sqrt()
 
 
 class RoundedUpdates(NamedTuple):
