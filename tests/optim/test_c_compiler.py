@@ -20,8 +20,8 @@ import torch
 from hf_lowprec import once
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.backends.c import compiler as c_compiler
+from hf_lowprec.optim.backends.c.c_source import render
 from hf_lowprec.optim.backends.c.compiler import FLAGS, compile_library, load_library, require_compiler
-from hf_lowprec.optim.backends.c.kernel_source import render
 
 NAME = "step-0123.so"
 

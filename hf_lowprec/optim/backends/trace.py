@@ -1,7 +1,7 @@
 """Trace the step of a `KernelSpec` as a `torch.fx` graph of scalar operations.
 
-Each formula is written once, as torch code. The compiled backends render these graphs (`renderer.py` and
-each `kernel_source.py`), so a kernel performs the same operations in the same order as the `eager`
+Each formula is written once, as torch code. The compiled backends render these graphs (`graph_renderer.py`,
+`c/c_source.py`, `triton/triton_source.py`), so a kernel performs the same operations in the same order as the `eager`
 backend.
 """
 

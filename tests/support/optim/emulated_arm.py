@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hf_lowprec.optim.backends.c.c_source import render
 from hf_lowprec.optim.backends.c.compiler import FLAGS
-from hf_lowprec.optim.backends.c.kernel_source import render
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -51,7 +51,7 @@ class EmulatedLibrary:
         return call
 
     def _call(self, name: str, n_chunks: int, *addresses_and_threads: int) -> None:
-        """Run the program once. Tables are passed by address, as to the functions in `c/kernel_source.py`."""
+        """Run the program once. Tables are passed by address, as to the functions in `c/c_source.py`."""
         chunks, segments, pointers, scalars, last, threads = addresses_and_threads
         columns = len(segment_columns(self._spec))
         n_segments = 1 + max(_integers(chunks, 2 * n_chunks)[::2], default=-1)

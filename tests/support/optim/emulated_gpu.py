@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
-from hf_lowprec.optim.backends.triton.kernel_source import render
+from hf_lowprec.optim.backends.triton.triton_source import render
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from tests.support.optim import ptx_interpreter
 from tests.support.optim.ptx_compiler import compiled

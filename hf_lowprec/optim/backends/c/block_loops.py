@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from hf_lowprec.optim.backends.c.renderer import (
+from hf_lowprec.optim.backends.c.c_renderer import (
     LOAD,
     LOAD_EVEN,
     LOAD_ODD,
@@ -26,7 +26,7 @@ from hf_lowprec.optim.backends.c.renderer import (
     CRenderer,
     value_type,
 )
-from hf_lowprec.optim.backends.renderer import indent, operations, output_nodes
+from hf_lowprec.optim.backends.graph_renderer import indent, operations, output_nodes
 from hf_lowprec.optim.backends.trace import integer_inputs, trace
 from hf_lowprec.optim.step.kernel_spec import ROW_FACTOR, KernelSpec
 from hf_lowprec.rounding.block_floats import BLOCK, block_max

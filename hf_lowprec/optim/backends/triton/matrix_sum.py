@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from hf_lowprec.optim.backends.renderer import arguments, indent
+from hf_lowprec.optim.backends.graph_renderer import arguments, indent
 from hf_lowprec.optim.backends.trace import trace_factored, used_inputs
-from hf_lowprec.optim.backends.triton.renderer import (
+from hf_lowprec.optim.backends.triton.tensor_sum import aligned
+from hf_lowprec.optim.backends.triton.triton_renderer import (
     load_chunk_inputs,
     load_elements,
     load_row,
     number_elements,
     render_formula,
 )
-from hf_lowprec.optim.backends.triton.tensor_sum import aligned
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.matrix_tiles import TILES_TABLE
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -67,7 +67,7 @@ def matrix_sum(tiles, pointers, scalars, row_sums, column_sums, BLOCK: tl.conste
 
 
 def render_matrix_sum(spec: KernelSpec) -> str:
-    """The Python source of the kernel `matrix_sum`, which needs the header of `kernel_source.render`.
+    """The Python source of the kernel `matrix_sum`, which needs the header of `triton_source.render`.
 
     Args:
         spec: it must have a `factored` formula.

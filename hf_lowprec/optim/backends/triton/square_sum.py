@@ -1,4 +1,4 @@
-"""The handwritten Triton kernels, which do not depend on the spec; `kernel_source.py` renders the others.
+"""The handwritten Triton kernels, which do not depend on the spec; `triton_source.py` renders the others.
 
 Imported on first use, because this module imports Triton.
 """

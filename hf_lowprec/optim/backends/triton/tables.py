@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.backends.triton.renderer import FACTORS
+from hf_lowprec.optim.backends.triton.triton_renderer import FACTORS
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec

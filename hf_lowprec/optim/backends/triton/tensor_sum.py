@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_lowprec.optim.backends.renderer import arguments, indent
+from hf_lowprec.optim.backends.graph_renderer import arguments, indent
 from hf_lowprec.optim.backends.trace import trace_tensor_means, used_inputs
-from hf_lowprec.optim.backends.triton.renderer import (
+from hf_lowprec.optim.backends.triton.triton_renderer import (
     FACTORS,
     WHOLE_COLUMNS,
     load_chunk_inputs,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
+from hf_lowprec.optim.backends.graph_renderer import arguments, description, indent, statements
 from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys
 from hf_lowprec.optim.backends.triton.matrix_sum import render_matrix_sum
-from hf_lowprec.optim.backends.triton.renderer import (
+from hf_lowprec.optim.backends.triton.tensor_sum import render_tensor_sum
+from hf_lowprec.optim.backends.triton.triton_renderer import (
     FACTORS,
     LOAD,
     RAGGED_COLUMNS,
@@ -28,7 +29,6 @@ from hf_lowprec.optim.backends.triton.renderer import (
     number_elements,
     render_formula,
 )
-from hf_lowprec.optim.backends.triton.tensor_sum import render_tensor_sum
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.backends.c.block_loops import render_block_loops
-from hf_lowprec.optim.backends.c.renderer import (
+from hf_lowprec.optim.backends.c.c_renderer import (
     LOAD,
     LOAD_EVEN,
     LOAD_ODD,
@@ -22,7 +22,7 @@ from hf_lowprec.optim.backends.c.renderer import (
     CRenderer,
     value_type,
 )
-from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
+from hf_lowprec.optim.backends.graph_renderer import arguments, description, indent, statements
 from hf_lowprec.optim.backends.trace import (
     integer_inputs,
     trace,

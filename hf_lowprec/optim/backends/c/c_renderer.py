@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_lowprec.optim.backends.renderer import Renderer
+from hf_lowprec.optim.backends.graph_renderer import Renderer
 from hf_lowprec.rounding.random_bits import GOLDEN
 
 WEYL_INCREMENT = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
@@ -82,7 +82,7 @@ class CRenderer(Renderer):
         return f"sqrtf({value})"
 
     def quiet_nan(self, value: str) -> str:
-        return value  # done when the value is loaded, see `quiet` in kernel_source.py
+        return value  # done when the value is loaded, see `quiet` in c_source.py
 
     def weyl(self, index: str, key0: str) -> str:
         # The loops of `step` carry the sequence from element to element: one addition instead of a multiplication.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from hf_lowprec.optim.backends.renderer import Renderer, arguments, indent, statements
+from hf_lowprec.optim.backends.graph_renderer import Renderer, arguments, indent, statements
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ROW_FACTOR, KernelSpec
 from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.random_bits import GOLDEN
