@@ -1,21 +1,25 @@
 """Parses `optim_args` into one `OptimArgs`, from which all other code reads its options.
 
 transformers passes it as one string of pairs, `"key=value,key=value"`, so the value of every option is a string.
+
+The value of `rounding` may be a schedule, `"rounding=stochastic:0.8|kahan"`: each phase has a mode and the share of the
+run's steps that it lasts; the last phase has no share and lasts until the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_lowprec.integrations.transformers.rounding_schedule import EXPECTED, RoundingSchedule
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.arguments import OPTIONAL, keywords, split_items, value_of
-from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.optimizer_names import check_keywords, optimizer_factory
+from hf_lowprec.rounding import MODES, mode_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +108,65 @@ def join_numbers(numbers: tuple[float, ...]) -> str:
     return "|".join(map(str, numbers))
 
 
+class Phase(NamedTuple):
+    """A part of a run.
+
+    Attributes:
+        mode: its rounding mode.
+        end: the share of the run's steps after which it ends.
+    """
+
+    mode: str
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundingSchedule:
+    """A schedule of rounding modes: the phases of a run, in order; the last ends at 1.
+
+    The mode depends only on the number of steps taken and of all steps, so a resumed run follows the same schedule.
+    """
+
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> RoundingSchedule:
+        """Parse `mode:share|…|mode`.
+
+        Raises:
+            ValueError: a mode is unknown, a share is missing, superfluous or out of range, or they add up to 1 or more.
+        """
+        *first, last = ([part.strip() for part in phase.split(":")] for phase in split_items(text))
+        if any(len(phase) != 2 for phase in first) or len(last) != 1:
+            raise ValueError(text)
+        shares = [float(share) for _, share in first]
+        ends = [*itertools.accumulate(shares), 1.0]
+        modes = [mode_name(mode) for mode, *_ in (*first, last)]
+        if not all(mode in MODES for mode in modes) or not all(share > 0 for share in shares):
+            raise ValueError(text)
+        if shares and not ends[-2] < 1:
+            raise ValueError(text)
+        return cls(tuple(map(Phase, modes, ends)))
+
+    def mode(self, step: int, max_steps: int) -> str:
+        """The mode of the step that follows `step` steps of a run of `max_steps`."""
+        return next((phase.mode for phase in self.phases if step < round(phase.end * max_steps)), self.phases[-1].mode)
+
+    def apply(self, optimizer: LowPrecisionOptimizer, step: int, max_steps: int) -> bool:
+        """Give all param groups the mode of the step that follows `step` steps. Returns whether a mode has changed."""
+        mode = self.mode(step, max_steps)
+        changed = [group for group in optimizer.param_groups if group["rounding"] != mode]
+        for group in changed:
+            group["rounding"] = mode
+        return bool(changed)
+
+    def describe(self, max_steps: int) -> str:
+        """The phases with the numbers of their last steps, for the precision report."""
+        *first, last = self.phases
+        words = [f"{phase.mode} to step {round(phase.end * max_steps)}" for phase in first]
+        return ", ".join([*words, f"then {last.mode}"])
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_fp32": lambda text: tuple(filter(None, split_items(text))),
     "grad_accumulation": str,
@@ -112,5 +175,11 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "rounding": RoundingSchedule.parse,
 }
 """Options of `LowPrecisionCallback`, and `rounding`, which may be a schedule here."""
-_EXPECTED = {"check_replicas_every": "use an integer", "rounding": EXPECTED}
+_EXPECTED = {
+    "check_replicas_every": "use an integer",
+    "rounding": (
+        f"use one of {', '.join(map(repr, MODES))}, or a schedule such as stochastic:0.8|kahan: modes separated by |, "
+        "each but the last with its share of the steps, and the shares less than 1 in total"
+    ),
+}
 """The end of the message when a parser fails."""

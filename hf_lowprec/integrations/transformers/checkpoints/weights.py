@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_map
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import read_optimizer
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import checkpointable, is_sharded
-from hf_lowprec.optim.state.fp32_weights import keep_low_bits as keep_low_bits_of_optimizer
-from hf_lowprec.optim.state.fp32_weights import low_bits_state, store_sums
+from hf_lowprec.optim.state.fp32_weights import keep_low_bits, low_bits_state, store_sums
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, note_loading
 
@@ -117,7 +116,7 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
             own.copy_(value)
         else:
             store_sums(param, own, value)
-    keep_low_bits_of_optimizer(optimizer)
+    keep_low_bits(optimizer)
 
 
 def save_sharded_weights(model: nn.Module, folder: Path) -> None:
