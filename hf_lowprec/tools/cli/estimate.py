@@ -72,7 +72,7 @@ def estimate(
     from hf_lowprec.tools.estimate.activations import estimate_activations
     from hf_lowprec.tools.estimate.fit import find_fit
     from hf_lowprec.tools.estimate.memory import fp32_row, low_precision_row
-    from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
+    from hf_lowprec.tools.user_inputs import build_empty_model, load_config
 
     names = list(dict.fromkeys(optim or ("adamw_bf16_split", "adamw_bf16_kahan", "adamw_bf16_sr")))
     if unknown := [name for name in names if name not in OPTIMIZER_NAMES]:

@@ -42,7 +42,7 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_N
 from hf_lowprec.integrations.transformers.checkpoints.resume import holds_optimizer
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.tools.export.weight_layout import WeightLayout
-from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
+from hf_lowprec.tools.user_inputs import build_empty_model, load_config
 
 _NOT_OF_A_MODEL = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|sampler|dl_state_dict|custom_checkpoint)[\w-]*\.\w+$"

@@ -22,8 +22,7 @@ from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from hf_lowprec.integrations.export.parameter_names import read_parameter_names
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.nearest import EXPONENTS
-from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
-from hf_lowprec.tools.user_inputs.model_files import find_model_folder
+from hf_lowprec.tools.user_inputs import build_empty_model, find_model_folder, load_config
 
 SECOND_MOMENT = "exp_avg_sq"
 USUAL_RATE = 2e-5

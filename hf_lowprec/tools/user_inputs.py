@@ -1,10 +1,11 @@
-"""Build a model without weights from its config.json alone.
+"""The models that a user names on the command line: their files, or a model without weights from config.json alone.
 
-The file is not trusted: no code or weights that it names are loaded, and the number of modules is limited.
+That file is not trusted: no code or weights that it names are loaded, and the number of modules is limited.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,33 @@ if TYPE_CHECKING:
 MAX_MODULES = 200_000
 """Maximum number of modules of a model, which take 20 seconds to build; 2048 experts in 15 layers are half of it."""
 
+_FILES_ON_THE_HUB = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "*config.json"]
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
 """Prefixes of model names that make timm load the model's definition from elsewhere."""
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
+
+
+def find_model_folder(name: str, argument: str = "MODEL") -> Path:
+    """The folder of a model.
+
+    Args:
+        name: a folder, or a model on the Hub. Its safetensors files and configurations are downloaded, unless they have
+            been before.
+        argument: the argument that it was passed as, for messages.
+
+    Raises:
+        InputError: there is no such folder or model.
+    """
+    from huggingface_hub import snapshot_download
+
+    check_path_exists(name, argument)
+    local = Path(os.path.expanduser(name))
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise InputError(f"{argument}: {name!r} is a file; pass the folder that it is in")
+    with explain_input_errors(f"{argument}: there is no folder {name!r}, and it cannot be fetched from the Hub"):
+        return Path(snapshot_download(name, allow_patterns=_FILES_ON_THE_HUB))
 
 
 def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
