@@ -337,7 +337,7 @@ def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packa
         ("tools.cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
         (
             "tools.estimate.memory",
-            "from transformers import Trainer\nfrom hf_lowprec.integrations.checkpoint_files import input_errors",
+            "from transformers import Trainer\nfrom hf_lowprec.integrations.checkpoint_files import input_files",
         ),
         ("__main__", "from hf_lowprec.tools.cli import main"),
         ("optim.backends.triton.launch", "def kernels():\n    import triton\n    return triton.jit"),

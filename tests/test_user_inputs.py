@@ -7,7 +7,7 @@ import socket
 import pytest
 from transformers import LlamaConfig
 
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError
 from hf_lowprec.tools import user_inputs
 from hf_lowprec.tools.user_inputs import build_empty_model, load_config
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from matplotlib.figure import Figure
 
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.integrations.checkpoint_files.json_files import read_json
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, read_json
 
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

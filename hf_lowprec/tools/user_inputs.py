@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, check_path_exists, explain_input_errors
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, check_path_exists, explain_input_errors
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_lowprec.casting import cast_model, return_float32
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError
 from hf_lowprec.tools.estimate.activations import LiveMemory, estimate_activations
 from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments

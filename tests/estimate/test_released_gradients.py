@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_lowprec
 from hf_lowprec.casting import return_float32
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError
 from hf_lowprec.integrations.transformers.precision_report import precision_report
 from hf_lowprec.monitor.memory_estimate import expected_memory
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets

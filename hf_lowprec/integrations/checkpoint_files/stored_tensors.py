@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.integrations.checkpoint_files.json_files import path_inside
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, path_inside
 
 
 class UnreadableError(InputError):

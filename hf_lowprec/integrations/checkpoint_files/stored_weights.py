@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hf_lowprec.integrations.checkpoint_files.json_files import path_inside, read_json
+from hf_lowprec.integrations.checkpoint_files.input_files import path_inside, read_json
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
     ShardedFolder,
     StoredTensors,

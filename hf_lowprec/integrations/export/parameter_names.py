@@ -20,7 +20,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from hf_lowprec.integrations.adapters import has_adapters, is_peft
-from hf_lowprec.integrations.checkpoint_files.json_files import path_inside, read_json
+from hf_lowprec.integrations.checkpoint_files.input_files import path_inside, read_json
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer

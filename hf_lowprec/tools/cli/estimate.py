@@ -67,7 +67,7 @@ def estimate(
     import torch
     from rich.console import Console
 
-    from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+    from hf_lowprec.integrations.checkpoint_files.input_files import InputError
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
     from hf_lowprec.tools.estimate.activations import estimate_activations
     from hf_lowprec.tools.estimate.fit import find_fit

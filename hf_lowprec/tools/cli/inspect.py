@@ -28,7 +28,7 @@ def inspect(
 
     Exits with 1 if there is a finding, with 2 if a checkpoint cannot be read.
     """
-    from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+    from hf_lowprec.integrations.checkpoint_files.input_files import InputError
     from hf_lowprec.tools.inspection.inspection import inspect_checkpoints
 
     try:

@@ -32,7 +32,7 @@ def plot(
     checkpoint, also of runs without hf_lowprec. Several runs are drawn in the
     same axes.
     """
-    from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
+    from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
     from hf_lowprec.tools.plotting import draw, read_log
 
     folder = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting import cast_model, return_float32
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from hf_lowprec.monitor.memory_estimate import MemoryUse, expected_memory
 from hf_lowprec.optim import LowPrecisionOptimizer

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.integrations.checkpoint_files.json_files import check_links, read_json
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, check_links, read_json
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, StoredParameter, read_optimizers
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
 from hf_lowprec.integrations.checkpoint_files.stored_weights import (

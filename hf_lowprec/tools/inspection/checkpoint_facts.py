@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, StoredParameter, read_optimizers
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights

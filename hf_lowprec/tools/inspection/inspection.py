@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_lowprec.casting.cast_plan import make_plan
-from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name, recommended_mode
 from hf_lowprec.tensor_names import PARAMETER_KINDS, listed, parameter_kinds

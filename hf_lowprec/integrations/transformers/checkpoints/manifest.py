@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_lowprec.integrations.checkpoint_files.json_files import read_json
+from hf_lowprec.integrations.checkpoint_files.input_files import read_json
 
 MANIFEST_NAME = "hf_lowprec_manifest.json"
 FORMAT = 2

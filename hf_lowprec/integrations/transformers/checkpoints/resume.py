@@ -24,7 +24,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_lowprec.integrations.checkpoint_files.json_files import read_json
+from hf_lowprec.integrations.checkpoint_files.input_files import read_json
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, UnreadableError
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ZERO_STATES
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
