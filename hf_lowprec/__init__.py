@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+    from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
     from hf_lowprec.optim.state.fp32_weights import drop_low_bits, fp32_state_dict, keep_low_bits
-    from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
 
     __version__: str
 
@@ -48,7 +48,7 @@ _DEFINED_IN = {
     "CastReport": "casting",
     "cast_model": "casting",
     "drop_low_bits": "optim.state.fp32_weights",
-    "export_checkpoint": "tools.export.checkpoint_export",
+    "export_checkpoint": "integrations.export.checkpoint_export",
     "fp32_state_dict": "optim.state.fp32_weights",
     "hidden_matrices": "optim.algorithms._hidden_matrices",
     "initialize_deepspeed": "integrations.deepspeed.initialize",
@@ -67,7 +67,6 @@ _NEEDS = {
     "integrations.deepspeed": "deepspeed",
     "integrations.export": "transformers",
     "integrations.transformers": "transformers",
-    "tools.export": "transformers",
 }
 """The library without which the modules of a subpackage cannot be imported."""
 

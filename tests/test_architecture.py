@@ -5,7 +5,7 @@
 | L0 | rounding, import_hook, oldest_versions, once, tensor_names, wrapped_method | itself |
 | L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
-| L3 | tools, one unit per folder or file | itself, L0 to L2, and the tools of `TOOLS` |
+| L3 | tools, one unit per folder or file | itself and L0 to L2; `tools.cli` also the others |
 | L4 | `__main__` | tools.cli, oldest_versions |
 
 So nothing that trains imports a tool. Tools import public names of transformers.
@@ -50,19 +50,12 @@ MAY_IMPORT = {
     "integrations": CORE,
     "__main__": {"tools.cli", "oldest_versions"},
 }
-TOOLS = {
-    "user_inputs": set(),
-    "export": {"user_inputs"},
-    "inspection": {"user_inputs"},
-    "doctor": {"user_inputs"},
-    "estimate": {"user_inputs"},
-    "plotting": set(),
-}
-TOOLS["cli"] = {*TOOLS}
+COMMANDS = ("inspection", "doctor", "estimate", "plotting")
+TOOLS = {**{tool: {tool} for tool in COMMANDS}, "cli": {"cli", *COMMANDS}}
 PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 """The units behind the command line, which use this package and transformers by their public names."""
 for tool, others in TOOLS.items():
-    MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in (tool, *others))}
+    MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in others)}
 OPTIM = (
     *("cached_property", "private_torch_apis", "unwrap_optimizer", "sharding", "algorithm_interface", "arguments"),
     *("validation", "parameter_numbers", "plain_memory", "state", "step", "backends", "gradient_release", "offload"),
@@ -301,7 +294,7 @@ def test_files_are_named_for_what_they_do() -> None:
         ("tools.estimate.memory", "from hf_lowprec.tools.doctor import checks"),
         ("tools.doctor.checks", "import transformers._internal"),
         ("tools.plotting", "from hf_lowprec.tools.inspection import inspection"),
-        ("tools.user_inputs", "from hf_lowprec.tools.cli import main"),
+        ("tools.plotting", "from hf_lowprec.tools.cli import main"),
         ("tools.cli.run", "from transformers.trainer import _private"),
         ("tools.cli.run", "import transformers._internal"),
         ("tools.cli.run", "import transformers as t\nt.trainer._private()"),

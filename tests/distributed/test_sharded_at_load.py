@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
+from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
 from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

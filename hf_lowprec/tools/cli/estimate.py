@@ -68,11 +68,11 @@ def estimate(
     from rich.console import Console
 
     from hf_lowprec.integrations.checkpoint_files.input_files import InputError
+    from hf_lowprec.integrations.transformers.named_models import build_empty_model, load_config
     from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
     from hf_lowprec.tools.estimate.activations import estimate_activations
     from hf_lowprec.tools.estimate.fit import find_fit
     from hf_lowprec.tools.estimate.memory import fp32_row, low_precision_row
-    from hf_lowprec.tools.user_inputs import build_empty_model, load_config
 
     names = list(dict.fromkeys(optim or ("adamw_bf16_split", "adamw_bf16_kahan", "adamw_bf16_sr")))
     if unknown := [name for name in names if name not in OPTIMIZER_NAMES]:

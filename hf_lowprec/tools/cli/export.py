@@ -33,7 +33,7 @@ def export(
     each to nearest; what training keeps in FP32, such as norms, stays FP32 in
     the file, as in the folders that Trainer saves.
     """
-    from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
+    from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
 
     try:
         report = export_checkpoint(

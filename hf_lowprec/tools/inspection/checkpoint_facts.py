@@ -20,9 +20,9 @@ from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOpti
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from hf_lowprec.integrations.export.parameter_names import read_parameter_names
+from hf_lowprec.integrations.transformers.named_models import build_empty_model, find_model_folder, load_config
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.nearest import EXPONENTS
-from hf_lowprec.tools.user_inputs import build_empty_model, find_model_folder, load_config
 
 SECOND_MOMENT = "exp_avg_sq"
 USUAL_RATE = 2e-5

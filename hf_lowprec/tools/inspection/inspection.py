@@ -14,11 +14,11 @@ import torch
 
 from hf_lowprec.casting.cast_plan import make_plan
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
+from hf_lowprec.integrations.transformers.named_models import build_empty_model, load_config
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name, recommended_mode
 from hf_lowprec.tensor_names import PARAMETER_KINDS, listed, parameter_kinds
 from hf_lowprec.tools.inspection.checkpoint_facts import Checkpoint, TensorFacts, open_checkpoint, tensor_facts
-from hf_lowprec.tools.user_inputs import build_empty_model, load_config
 
 _LOST = 0.5
 """The share of weights that lose updates of the learning rate, from which on rounding to nearest is reported."""

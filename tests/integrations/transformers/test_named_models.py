@@ -8,8 +8,8 @@ import pytest
 from transformers import LlamaConfig
 
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
-from hf_lowprec.tools import user_inputs
-from hf_lowprec.tools.user_inputs import build_empty_model, load_config
+from hf_lowprec.integrations.transformers import named_models
+from hf_lowprec.integrations.transformers.named_models import build_empty_model, load_config
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY}
@@ -121,7 +121,7 @@ def test_a_backbone_of_another_repository_is_not_asked_for(tmp_path, monkeypatch
 
 
 def test_no_number_makes_modules_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(user_inputs, "MAX_MODULES", 1000)
+    monkeypatch.setattr(named_models, "MAX_MODULES", 1000)
     experts = {"architectures": ["SwitchTransformersForConditionalGeneration"], "model_type": "switch_transformers"}
     experts |= {"d_model": 8, "num_experts": 10**9, "expert_capacity": 1}
     assert "more than 1,000 modules" in refused(tmp_path, LlamaConfig().to_dict() | experts)

@@ -37,11 +37,11 @@ from hf_lowprec.integrations.export.model_folder import (
     write_model_folder,
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
+from hf_lowprec.integrations.export.weight_layout import WeightLayout
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, check_files, replace_file
 from hf_lowprec.integrations.transformers.checkpoints.resume import holds_optimizer
+from hf_lowprec.integrations.transformers.named_models import build_empty_model, load_config
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.tools.export.weight_layout import WeightLayout
-from hf_lowprec.tools.user_inputs import build_empty_model, load_config
 
 _NOT_OF_A_MODEL = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|sampler|dl_state_dict|custom_checkpoint)[\w-]*\.\w+$"

@@ -1,1 +1,0 @@
-"""Model folders of FP32 weights from the files of checkpoints."""
