@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
-from hf_lowprec.casting.cast import runs_under_autocast
+from hf_lowprec.casting.cast import cast_like_trained, runs_under_autocast
 from hf_lowprec.casting.keep_fp32_entries import as_entries, matching_entries
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
@@ -21,7 +21,6 @@ from hf_lowprec.integrations.accelerate.private_apis import switch_autocast_off
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.precision_report import precision_report
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
-from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
 from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
