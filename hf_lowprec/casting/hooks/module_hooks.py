@@ -21,12 +21,13 @@ Convert = Callable[[Tensor, str], Tensor]  # tensor, name of the argument or dic
 
 def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Forward pre-hook: floating arguments go to FP32."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # norms, which a model has many of
+        return (convert_floats(args[0], _to_fp32),), kwargs
     given = *args, *kwargs.values()
-    only_tensors = all(isinstance(value, Tensor) for value in given)
-    if not only_tensors and any(isinstance(value, nn.Module) for value in given):
+    if any(isinstance(value, nn.Module) for value in given):
         return args, kwargs  # it computes with the tensors of those modules, in their dtypes (PEFT's DoRA)
     args, kwargs = convert_floats(args, _to_fp32), convert_floats(kwargs, _to_fp32)
-    if not only_tensors and module is not None:  # norms, which get only tensors, need not wait for it
+    if module is not None and not all(isinstance(value, Tensor) for value in given):
         write_back_later(module, given, (*args, *kwargs.values()))
     return args, kwargs
 
