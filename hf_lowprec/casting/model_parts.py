@@ -16,11 +16,12 @@ def is_model(module: nn.Module) -> bool:
 
 
 def models_in_loss(tree: ModuleTree, model: nn.Module) -> dict[str, nn.Module]:
-    """The models in a loss: `model`, and each largest module beside it that is or contains another."""
-    around = {n for n, part in tree.modules.items() if part is not model and any(m is model for m in part.modules())}
-    beside = {name for name in tree.modules if name not in around and tree.callable_parts(name) == [name]}
-    models = (outermost(name, beside) for name, part in tree.modules.items() if part is model or is_model(part))
-    return {name: tree.modules[name] for name in models if name is not None}
+    """The models in a loss: `model`, and for each other one the largest module that contains it but not `model`."""
+    loss_modules = {name for name, part in tree.modules.items() if part is not model and model in set(part.modules())}
+    callable_modules = {name for name in tree.modules if tree.callable_parts(name) == [name]} - loss_modules
+    models = [name for name, module in tree.modules.items() if module is model or is_model(module)]
+    largest = (outermost(name, callable_modules) for name in models)
+    return {name: tree.modules[name] for name in largest if name is not None}
 
 
 def computing_children(tree: ModuleTree, name: str) -> list[str]:

@@ -36,9 +36,9 @@ class _LowBits(NamedTuple):
 def attach_rounded_off(param: Tensor, exact: Tensor) -> bool:
     """Attach to the 16-bit `param` what it lacks of `exact`.
 
-    If that is nothing, nothing is attached: the FP32 values were 16-bit numbers already. BF16 parameters lose no bit,
-    except that ties which the cast has rounded down are kept as the next smaller FP32 number, since 16 bits cannot hold
-    both ties beside an even weight, see `split.py`.
+    If that is zero everywhere, nothing is attached. BF16 parameters lose no bit, except where the FP32 value was
+    halfway between two BF16 numbers and was rounded down: it becomes the next smaller FP32 number. An even weight has
+    such a value on either side, and 16 bits cannot hold both, see `split.py`.
 
     Args:
         param: a BF16 or FP16 parameter: `exact`, rounded to nearest. Of a DTensor, this rank's shard is meant.

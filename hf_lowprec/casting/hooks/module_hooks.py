@@ -239,7 +239,7 @@ def write_back_later(module: nn.Module, values: Iterable[Any], copies: Iterable[
 
 
 def _converted(value: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """What is another object in `copied`, at any depth of all containers; that object, and its contents."""
+    """Yield each value, at any depth, that was copied; its copy; and the contents of the copy."""
     if copied is not value:
         if is_dataclass(value) and not isinstance(value, dict):
             value, copied = vars(value), vars(copied)
@@ -251,7 +251,7 @@ def _converted(value: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _contents(value: Any) -> Any:
-    """What changes if something is written into a tensor, a list or a dict."""
+    """A value that differs after a write into the tensor, list or dict."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
     return {key: id(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}

@@ -240,7 +240,7 @@ SAVED_OPTIMIZER = {False: "base_optimizer_state", True: "optimizer_state_dict"}
 _OF_ARRAYS = (np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"))
 _MAKE_ARRAYS = (np.zeros(0).__reduce__()[0], np.float64().__reduce__()[0])
 SAVED_CLASSES = (fragment_address, LossScaler, ZeroStageEnum, *_OF_ARRAYS, *_MAKE_ARRAYS)
-"""What pickles of DeepSpeed name besides tensors: classes of ZeRO optimizers, and arrays of data samplers and users."""
+"""The classes other than tensors in DeepSpeed's pickles: those of ZeRO's states, and NumPy arrays."""
 
 
 def saved_by(saved: dict[str, Any]) -> tuple[int, int]:

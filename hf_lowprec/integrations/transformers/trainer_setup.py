@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
+logger = logging.getLogger(__name__)
+
 
 def build(call: TrainerCall) -> None:
     """`Trainer.__init__`: add the callback, prepare the accelerator, cast the model before it is moved or wrapped.
@@ -57,8 +60,10 @@ def build(call: TrainerCall) -> None:
     callback = _low_precision_callback(callbacks if isinstance(callbacks, list | tuple) else [], has_our_name)
     if callback is None:
         call.proceed()
-        with suppress(Exception):  # another library may build it in another way
+        try:
             add_lost_updates_warning(trainer)
+        except Exception as error:  # another library may build it in another way
+            logger.info("hf_lowprec: this Trainer is not watched for lost updates: %r", error)
         return
 
     optim_args = OptimArgs()
