@@ -24,6 +24,8 @@ again, in a checkout of the repository after `make .venv`. It runs the experimen
 prints the part made from them. If you interrupt it, run it again with the same FOLDER: cases that are done are kept,
 and a long case goes on from its last checkpoint, written every two minutes.
 
+`--cases` measures a part, and what it is compared with.
+
 There are three sizes. Without `--night` or `--full`, the same experiment is smaller: all of them together, which is
 `make evidence`, take 42 minutes on two cores. The page shows the largest size that was recorded.
 
@@ -120,8 +122,8 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
     texts = {case["text"] for case in cases if "text" in case}
     command = (
         f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} "
-        f"hours of one process ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}). "
-        f'`--cases "{example}"` measures a part of it, with what it is compared with.'
+        f"hours of one process ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}); "
+        f'a part: `--cases "{example}"`.'
     )
     return "\n\n".join([f"## {found.title}", found.text, table, *found.tables, command])
 

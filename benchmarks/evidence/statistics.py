@@ -23,13 +23,11 @@ class Paired(NamedTuple):
     Attributes:
         mean: of the differences.
         half: half of the interval of the mean.
-        deviation: standard deviation of the differences.
         visible: the smallest difference that would have been told from zero, with the probability `POWER`.
     """
 
     mean: float
     half: float
-    deviation: float
     visible: float
 
     def __str__(self) -> str:
@@ -44,11 +42,10 @@ def paired(values: Sequence[float], reference: Sequence[float]) -> Paired:
     """Compare runs of the same seeds: t intervals of normal differences."""
     differences = np.asarray(values) - np.asarray(reference)
     free = len(differences) - 1
-    deviation = float(differences.std(ddof=1))
-    error = deviation / math.sqrt(len(differences))
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, free))
     visible = (quantile + float(t.ppf(POWER, free))) * error
-    return Paired(float(differences.mean()), quantile * error, deviation, visible)
+    return Paired(float(differences.mean()), quantile * error, visible)
 
 
 def verdict(found: Paired, limit: float = LIMIT) -> str:

@@ -97,11 +97,9 @@ def section(record: dict[str, Any]) -> Section:
     exact = [losses("fp32", size) for size in sizes]
     rows = list[Row]()
     table = [[MODES["fp32"].label, *(f"{each.mean():.4f}" for each in exact)]]
-    scatter = [[MODES["fp32"].label, *(f"{each.std(ddof=1):.4f}" for each in exact)]]
     for mode in modes[1:]:
         pairs = [paired(losses(mode, size), losses("fp32", size)) for size in sizes]
         table.append([MODES[mode].label, *(f"{each} {verdict(each)}" for each in pairs)])
-        scatter.append([MODES[mode].label, *(f"{each.deviation:.4f}" for each in pairs)])
         rows.append(all_equal(f"{MODES[mode].label}: ends where FP32 does", pairs, "sizes"))
         if len(sizes) > 2:
             slope = _slope(parameters, [losses(mode, size) - losses("fp32", size) for size in sizes])
@@ -123,10 +121,7 @@ def section(record: dict[str, Any]) -> Section:
         words += f" Not run yet: {', '.join(f'{count:.1f}' for count in left)} million."
         words += f' `--cases "{patterns}"` leaves them out.'
     heads = [f"{count / 1e6:.2f} million" for count in parameters]
-    tables = [
-        f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}",
-        f"Standard deviations over seeds:\n\n{markdown_table(['', *heads], scatter)}",
-    ]
+    tables = [f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}"]
     return Section("Size", words, rows, tables)
 
 
@@ -135,7 +130,7 @@ def _slope(parameters: list[int], differences: list[np.ndarray]) -> Paired:
     x = np.concatenate([[math.log10(count)] * len(each) for count, each in zip(parameters, differences, strict=True)])
     line = linregress(x, np.concatenate(differences))
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(x) - 2))
-    return Paired(line.slope, quantile * line.stderr, math.nan, math.nan)
+    return Paired(line.slope, quantile * line.stderr, math.nan)
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
