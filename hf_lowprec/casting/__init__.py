@@ -5,9 +5,10 @@
 both dtypes work together. transformers is not imported: its modules are recognized by class name and attributes.
 """
 
-from hf_lowprec.casting.cast import cast_model, uncast_model
+from hf_lowprec.casting.apply_plan import uncast_model
+from hf_lowprec.casting.cast import cast_model
 from hf_lowprec.casting.cast_plan import CastPlan, make_plan
 from hf_lowprec.casting.cast_report import CastReport
-from hf_lowprec.casting.hooks.fp32_outputs import return_float32
+from hf_lowprec.casting.losses import return_float32
 
 __all__ = ["CastPlan", "CastReport", "cast_model", "make_plan", "return_float32", "uncast_model"]

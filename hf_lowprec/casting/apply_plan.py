@@ -1,39 +1,34 @@
-"""Carries out the plan of a cast: converts tensors and installs hooks."""
+"""Carries out the plan of a cast: converts tensors, installs hooks, and reports what has changed; and undoes it."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
-from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
-from hf_lowprec.casting.fp32_rules import is_rotary
-from hf_lowprec.casting.hooks.hook_placement import HookKind
-from hf_lowprec.casting.hooks.input_downcast import forget_numbers, install_input_downcast, remove_input_downcast
-from hf_lowprec.casting.hooks.losses import (
+from hf_lowprec.casting.cast_plan import CastPlan, HookKind, TensorPlan
+from hf_lowprec.casting.cast_report import CastReport, dtype_totals
+from hf_lowprec.casting.earlier_casts import marks_in, remove_mark
+from hf_lowprec.casting.input_downcast import forget_numbers, install_input_downcast
+from hf_lowprec.casting.losses import (
     install_fp32_loss,
     install_fp32_torch_losses,
     install_loss_warning,
-    remove_fp32_loss,
-    remove_fp32_torch_losses,
-    remove_loss_warning,
+    remove_fp32_losses,
 )
-from hf_lowprec.casting.hooks.module_hooks import (
+from hf_lowprec.casting.lost_digits import rounded_number_warnings, rounded_weight_warnings
+from hf_lowprec.casting.module_hooks import (
     install_input_upcast,
     install_output_downcast,
     install_output_upcast,
-    remove_conversion_hooks,
+    remove_hooks,
     remove_model_output_upcast,
 )
-from hf_lowprec.casting.lost_digits import LoadedTensor, rounded_number_warnings, rounded_weight_warnings
+from hf_lowprec.casting.module_kinds import is_rotary
 from hf_lowprec.casting.module_tree import ModuleTree
-from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
+from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, remove_low_bits
-
-Restoration = Literal["not rounded", "recomputed", "lost"]
 
 INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "upcast inputs": lambda module, dtype: install_input_upcast(module),
@@ -47,44 +42,48 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
 """The function that installs each kind of hook; it returns whether the hook is new."""
 
 
-@dataclass(frozen=True)
-class ConvertedTensors:
-    """The result of converting a model's tensors."""
-
-    cast: tuple[str, ...]  # tensors that were converted to 16 bits
-    upcast: dict[str, torch.dtype]  # tensors that were converted to FP32 -> the dtype they came in
-    restored: tuple[str, ...]  # rotary tables that were recomputed
-    low_bits: tuple[str, ...]  # parameters whose low bits are kept
-    warnings: tuple[str, ...]
-
-
-def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> ConvertedTensors:
-    """Give every tensor its planned dtype, recompute rotary tables that had been rounded, and warn of lost digits.
+def apply_plan(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> CastReport:
+    """Give every tensor its planned dtype, recompute rotary tables that had been rounded, and install the hooks.
 
     With `keep_low_bits`, trainable parameters that are cast from FP32, or from FP16 to BF16, keep what is rounded off.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
-    to_cast = [planned for planned in plan.tensors if planned.action == "cast"]
-    maybe_numbers = {p.name: p.target.tensor for p in to_cast if not _is_buffer_of_transformers(p, modules)}
-    number_warnings = tuple(rounded_number_warnings(maybe_numbers, plan.dtype))
+    already_cast = bool(marks_in(model))
+    targets = [planned.target for planned in plan.tensors]
+    dtypes_before, before = {target.name: target.tensor.dtype for target in targets}, dtype_totals(targets)
+    number_warnings = list(rounded_number_warnings(plan))
     low_bits = [planned.name for planned in plan.tensors if _convert(planned, keep_low_bits)]
-    tables = _restore_rotary_tables(plan, modules)
+    tables = {
+        planned.name: _restore_table(planned.target.owner, planned.name.rpartition(".")[2], planned.target.tensor)
+        for planned in plan.tensors
+        if planned.action == "keep" and is_rotary(planned.target.owner)
+    }
+    lost = [name for name, outcome in tables.items() if outcome == "lost"]
+    restored = tuple(name for name, outcome in tables.items() if outcome == "recomputed")
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
-    return ConvertedTensors(
+    upcast_inputs, downcast_outputs = plan.hooks_of("upcast inputs"), plan.hooks_of("downcast outputs")
+    return CastReport(
+        dtype=plan.dtype,
         cast=tuple(planned.name for planned in converted if planned.action == "cast"),
+        kept=plan.kept,
+        boundaries=tuple(upcast_inputs),
+        inputs=tuple(plan.hooks_of("downcast inputs")),
+        heads=plan.heads,
+        losses=plan.losses,
+        results={name: why for name, why in downcast_outputs.items() if name not in upcast_inputs},
+        predictions=plan.hooks_of("upcast outputs"),
         upcast={planned.name: dtypes_before[planned.name] for planned in converted if planned.action == "keep"},
-        restored=tuple(name for name, outcome in tables.items() if outcome == "recomputed"),
+        restored=restored,
         low_bits=tuple(low_bits),
+        untouched={planned.name: planned.reason for planned in plan.tensors if planned.action == "leave"},
         warnings=(
-            *(
-                f"{name} looks rounded to 16 bits and could not be recomputed"
-                for name, outcome in tables.items()
-                if outcome == "lost"
-            ),
-            *_loading_warnings(plan, modules, dtypes_before),
+            *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
+            *rounded_weight_warnings(model, plan, dtypes_before),
             *number_warnings,
         ),
+        before=before,
+        after=dtype_totals(targets),
+        already_cast=already_cast,
+        changed=install_hooks(model, plan) or bool(converted or restored),
     )
 
 
@@ -95,20 +94,11 @@ def _convert(planned: TensorPlan, keep_low_bits: bool) -> bool:
     exact = stored.data
     if planned.action != "leave":
         convert_in_place(tensor, planned.dtype)
-    has_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, stored.dtype)
+    has_low_bits = planned.action == "cast" and planned.target.is_trainable and _has_more_digits(exact, stored.dtype)
     return keep_low_bits and has_low_bits and attach_rounded_off(stored, exact)
 
 
-def _restore_rotary_tables(plan: CastPlan, modules: Mapping[str, nn.Module]) -> dict[str, Restoration]:
-    """Recompute the rotary tables that were rounded before the cast: name → outcome."""
-    return {
-        planned.name: _restore_table(_owner(planned, modules), planned.name.rpartition(".")[2], planned.target.tensor)
-        for planned in plan.tensors
-        if planned.action == "keep" and is_rotary(_owner(planned, modules))
-    }
-
-
-def _restore_table(module: nn.Module, attribute: str, table: Tensor) -> Restoration:
+def _restore_table(module: nn.Module, attribute: str, table: Tensor) -> Literal["not rounded", "recomputed", "lost"]:
     """Recompute a table if all of its values fit 16 bits and the config gives the values they were rounded from.
 
     Args:
@@ -144,45 +134,9 @@ def _table_from_config(module: nn.Module, attribute: str) -> Tensor | None:
     return table.float() if isinstance(table, Tensor) else None
 
 
-def _loading_warnings(
-    plan: CastPlan, modules: Mapping[str, nn.Module], dtypes_before: Mapping[str, torch.dtype]
-) -> Iterable[str]:
-    """The warning about tensors that were rounded when they were loaded; empty if there are none.
-
-    `rounded_weight_warnings` finds them, by their dtypes in the checkpoint, among the candidates collected here. Rotary
-    tables are none: they are recomputed.
-    """
-    # Norms of quantized models are loaded in 16 bits, as the guide says. They lose less by that than quantized weights.
-    if any(map(holds_quantized_weights, modules.values())):
-        return ()
-    kept_in_fp32, trained_in_16_bits = list[LoadedTensor](), list[LoadedTensor]()
-    for planned in plan.tensors:
-        owner, tensor = _owner(planned, modules), planned.target.tensor
-        loaded = LoadedTensor(planned.name, tensor, dtypes_before[planned.name])
-        if planned.action == "keep" and not is_rotary(owner):
-            kept_in_fp32.append(loaded)
-        elif planned.action == "cast" and _is_trainable(tensor) and not was_cast(owner):
-            trained_in_16_bits.append(loaded)
-    return rounded_weight_warnings(modules.values(), kept_in_fp32, trained_in_16_bits)
-
-
-def _owner(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> nn.Module:
-    return modules[planned.target.owners[0].module]
-
-
 def _has_more_digits(exact: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a cast of `exact` to `dtype` rounds: of FP32 to 16 bits, and of FP16 to BF16."""
     return torch.finfo(exact.dtype).eps < torch.finfo(dtype).eps and exact.dtype != torch.float64 and not exact.is_meta
-
-
-def _is_trainable(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
-
-
-def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a tensor is a buffer of a transformers class. These classes convert buffers where they need to."""
-    owner = type(_owner(planned, modules))
-    return not isinstance(planned.target.tensor, nn.Parameter) and owner.__module__.startswith("transformers.")
 
 
 def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
@@ -224,14 +178,16 @@ def install_hooks(model: nn.Module, plan: CastPlan) -> bool:
     return any(removed) or any(new)
 
 
-def remove_cast(model: nn.Module) -> None:
-    """Remove all hooks and marks of casts, and convert 16-bit tensors to FP32, except for quantized data."""
+def uncast_model(model: nn.Module) -> None:
+    """Turn a cast model back into an FP32 model, in place: convert 16-bit tensors to FP32 and remove the hooks.
+
+    Values that the cast has rounded stay rounded. `Parameter` objects and tied weights are preserved; quantized weights
+    are not changed. A model that was not cast keeps its values and computes in FP32.
+    """
     for module in model.modules():
-        remove_conversion_hooks(module)
-        remove_input_downcast(module)
-        remove_loss_warning(module)
-        remove_fp32_loss(module)
-        remove_fp32_torch_losses(module)
+        remove_hooks(module)
+        forget_numbers(module)
+        remove_fp32_losses(module)
         remove_mark(module)
     tensors = ModuleTree.of(model).tensors
     frozen = frozen_tensors(tensors)

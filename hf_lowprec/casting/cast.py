@@ -1,21 +1,15 @@
-"""`cast_model` plans a cast, carries it out and reports it; `uncast_model` undoes it."""
+"""`cast_model` plans a cast, carries it out and reports it."""
 
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from hf_lowprec.casting.apply_plan import convert_tensors, install_hooks, remove_cast
+from hf_lowprec.casting.apply_plan import apply_plan
 from hf_lowprec.casting.cast_plan import make_plan
-from hf_lowprec.casting.cast_report import CastReport, dtype_totals
-from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks, was_cast
-from hf_lowprec.casting.keep_fp32_entries import KeepFp32, as_entries
-from hf_lowprec.casting.private_torch_apis import has_run_under_fsdp2
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
-
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-_BEFORE_AUTOCAST = "_original_forward"
-"""The attribute with a model's own `forward`, once an accelerator has replaced it by one that runs under autocast."""
+from hf_lowprec.casting.cast_report import CastReport
+from hf_lowprec.casting.earlier_casts import check_model_and_dtype, set_marks
+from hf_lowprec.casting.fp32_rules import KeepFp32, as_entries
 
 
 def cast_model(
@@ -85,34 +79,9 @@ def cast_model(
     """
     dtype = check_model_and_dtype(model, dtype)
     entries = as_entries(keep_fp32)
-    already_cast = bool(marks_in(model))
-    plan = make_plan(model, dtype, entries)
-    targets = [planned.target for planned in plan.tensors]
-    before = dtype_totals(targets)
-    tensors = convert_tensors(model, plan, keep_low_bits)
-    hooks_are_new = install_hooks(model, plan)
+    report = apply_plan(model, make_plan(model, dtype, entries), keep_low_bits)
     set_marks(model, dtype, entries)
-    upcast_inputs, downcast_outputs = plan.hooks_of("upcast inputs"), plan.hooks_of("downcast outputs")
-    return CastReport(
-        dtype=dtype,
-        cast=tensors.cast,
-        kept=plan.kept,
-        boundaries=tuple(upcast_inputs),
-        inputs=tuple(plan.hooks_of("downcast inputs")),
-        heads=plan.heads,
-        losses=plan.losses,
-        results={name: why for name, why in downcast_outputs.items() if name not in upcast_inputs},
-        predictions=plan.hooks_of("upcast outputs"),
-        upcast=tensors.upcast,
-        restored=tensors.restored,
-        low_bits=tensors.low_bits,
-        untouched={planned.name: planned.reason for planned in plan.tensors if planned.action == "leave"},
-        warnings=tensors.warnings,
-        before=before,
-        after=dtype_totals(targets),
-        already_cast=already_cast,
-        changed=hooks_are_new or bool(tensors.cast or tensors.upcast or tensors.restored),
-    )
+    return report
 
 
 @torch.no_grad()
@@ -147,55 +116,3 @@ def cast_like_trained(
         if torch.equal(exact.to(loaded_dtype).float(), rounded):
             rounded.copy_(exact)
     return report
-
-
-def uncast_model(model: nn.Module) -> None:
-    """Turn a cast model back into an FP32 model, in place: convert 16-bit tensors to FP32 and remove the hooks.
-
-    Values that the cast has rounded stay rounded. `Parameter` objects and tied weights are preserved; quantized weights
-    are not changed. A model that was not cast keeps its values and computes in FP32.
-    """
-    remove_cast(model)
-
-
-def runs_under_autocast(model: nn.Module) -> bool:
-    """Return whether an accelerator has wrapped `forward` of `model` in autocast, as it does for mixed precision."""
-    return _BEFORE_AUTOCAST in vars(model)
-
-
-def check_model_and_dtype(model: nn.Module, named: torch.dtype | str) -> torch.dtype:
-    """The dtype, which may be given by name. Raises ValueError if it is invalid, differs from an earlier cast's, or the
-    model is wrapped or prepared.
-    """
-    dtype = {dtype_name(known): known for known in LOW_PRECISION_DTYPES}.get(str(named).removeprefix("torch."))
-    if dtype is None:
-        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {named!r}")
-    # transformers shards a model while it loads it, so a cast cannot come before.
-    sharded_at_load = bool(getattr(model, "is_distributed_loading_by_transformers", False))
-    if (tp_size := getattr(model, "tp_size", None) or 1) > 1 and not sharded_at_load:
-        raise ValueError(
-            f"the model is tensor parallel (tp_size={tp_size}), and this version of transformers does not say that it "
-            "was sharded while loading; upgrade transformers to 5.23 and pass from_pretrained a DistributedConfig"
-        )
-    wrappers = _WRAPPERS - {"FSDPModule"} if sharded_at_load else _WRAPPERS
-    for module in model.modules():
-        if found := wrappers.intersection(cls.__name__ for cls in type(module).__mro__):
-            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(found)})")
-        if has_run_under_fsdp2(module) and not was_cast(module):
-            raise ValueError(
-                f"cast before the first forward pass: FSDP2 has gathered the parameters of {type(module).__name__} in "
-                "their present dtype"
-            )
-        if runs_under_autocast(module):
-            raise ValueError(
-                f"{type(module).__name__} runs under autocast: an Accelerator or Trainer with mixed precision has "
-                "prepared it. Call accelerator.unwrap_model(model, keep_fp32_wrapper=False) before cast_model(model)"
-            )
-        if module in PREPARED_UNCAST:
-            raise ValueError(
-                f"cast before prepare: {type(module).__name__} was already prepared for training; call "
-                "cast_model(model) before accelerator.prepare"
-            )
-    if earlier_dtypes := {str(earlier) for earlier in cast_dtypes(model) if earlier != dtype}:
-        raise ValueError(f"the model was already cast to {min(earlier_dtypes)}, so it cannot be cast to {dtype}")
-    return dtype

@@ -1,43 +1,53 @@
 """The plan of a cast: which dtype every tensor gets, which hooks are installed, and why. Making it changes nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import earlier_entries, marks_in
-from hf_lowprec.casting.fp32_parts import Fp32Parts, keep_tied_weights
-from hf_lowprec.casting.fp32_rules import FP32_RULES, is_loss
-from hf_lowprec.casting.hooks.hook_placement import (
-    NOT_CALLED,
-    NOT_NAMED,
-    HookKind,
-    HookPlan,
-    OutputHeads,
-    downcast_input_hooks,
-    fp32_prediction_hooks,
-    fp32_result_hooks,
-    kept_module_hooks,
-    kept_modules_with_hooks,
-    loss_function_hooks,
-    loss_warning_hooks,
-    output_heads,
-    torch_loss_hooks,
-)
-from hf_lowprec.casting.keep_fp32_entries import (
-    Entry,
+from hf_lowprec.casting.fp32_rules import (
+    Fp32Parts,
     KeepFp32,
     as_entries,
     check_entries_match,
     check_no_quantized_weights,
     check_not_rounded,
-    named_by_caller,
+    fp32_parts,
+    is_by_caller,
+    modules_with_torch_losses,
 )
-from hf_lowprec.casting.listed_classes import CLASSES_COMPUTING_IN_FP32
-from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
+from hf_lowprec.casting.listed_classes import (
+    CLASSES_CALLED_WITH_FP32,
+    CLASSES_COMPUTING_IN_FP32,
+    CLASSES_PREDICTING_IN_FP32,
+    CLASSES_RETURNING_FP32,
+)
+from hf_lowprec.casting.losses import has_loss_function
+from hf_lowprec.casting.module_kinds import (
+    is_code_of_a_library,
+    is_code_of_transformers,
+    is_loss,
+    is_model,
+    is_rotary,
+    names_in_forward,
+)
+from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree, output_embeddings
 from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors
+
+HookKind = Literal[
+    "upcast inputs",
+    "downcast outputs",
+    "upcast outputs",
+    "downcast inputs",
+    "loss function in FP32",
+    "torch losses in FP32",
+    "warn of 16-bit losses",
+]
+_NOT_CALLED, _NOT_NAMED = "not called in forward", "the model's own code"
+"""The reasons for hooks of losses that `forward` does not name, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,15 @@ class TensorPlan:
     action: Literal["cast", "keep", "leave"]  # cast to 16 bits, keep in FP32 (or upcast), leave as it is
     reason: str
     target: ModelTensor = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class HookPlan:
+    """A hook that is to be installed."""
+
+    module: str  # its qualified name
+    kind: HookKind
+    reason: str  # for people
 
 
 @dataclass(frozen=True)
@@ -91,95 +110,146 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     check_no_quantized_weights(tree, parts)
     if marks_in(model):
         check_not_rounded(tree, parts, fp32_parts(tree, earlier))
-
-    tensors = plan_tensors(tree, parts, dtype)
-    kept = kept_in_fp32(tree, parts, tensors)
-
+    tensors = tuple(_plan_tensors(tree, parts, dtype))
+    kept = _kept_in_fp32(tree, parts, tensors)
     tree = tree.after({id(plan.target.tensor): plan.dtype for plan in tensors})
-    hooked = kept_modules_with_hooks(tree, kept)
-    heads = output_heads(tree, parts, dtype)
-    loss_modules = [name for name in hooked if is_loss(tree.modules[name])]
-    hooks = plan_hooks(tree, parts, hooked, heads, dtype)
-    named = [hook.module for hook in hooks if "in FP32" in hook.kind and hook.reason not in (NOT_CALLED, NOT_NAMED)]
+    heads, before_head = _output_heads(tree, parts)
+    hooks = (*_hooks_around_fp32(tree, parts, kept, heads, dtype), *_hooks_of_models(tree, before_head, dtype))
+    called = [hook.module for hook in hooks if hook.kind == "upcast inputs"]
+    loss_modules = [name for name in called if is_loss(tree.modules[name])]
+    named = [hook.module for hook in hooks if "in FP32" in hook.kind and hook.reason not in (_NOT_CALLED, _NOT_NAMED)]
     return CastPlan(
         dtype,
         tensors,
-        hooks=hooks,
-        kept=kept,
-        heads=tuple(name for name in hooked if name in heads.names),
+        hooks,
+        kept,
+        heads=tuple(name for name in called if name in heads),
         losses=(*loss_modules, *named),
     )
 
 
-def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry]) -> Fp32Parts:
-    """Apply every rule, then the entries of `keep_fp32`, and ties: what stays in FP32."""
-    decisions = [rule(tree) for rule in FP32_RULES]
-    decisions += [named_by_caller(tree, entry) for entry in keep_fp32]
-    parts = Fp32Parts.combine(decisions)
-    keep_tied_weights(tree, parts)
-    return parts
-
-
-def plan_tensors(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> tuple[TensorPlan, ...]:
+def _plan_tensors(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> Iterator[TensorPlan]:
     """Decide the dtype of every tensor."""
     frozen = frozen_tensors(tree.tensors)
-    plans = []
     for target in tree.tensors:
-        name = target.name
+        name, reason = target.name, parts.reason(target)
         if name in frozen:
-            plans.append(TensorPlan(name, target.tensor.dtype, "leave", frozen[name], target))
-        elif name in parts.tensors:
-            module = parts.outermost(target.owners[0].module)
-            reason = parts.tensors[name] if module is None else parts.modules[module]
-            plans.append(TensorPlan(name, torch.float32, "keep", reason.text, target))
+            yield TensorPlan(name, target.tensor.dtype, "leave", frozen[name], target)
+        elif reason is not None:
+            yield TensorPlan(name, torch.float32, "keep", reason, target)
         else:
-            plans.append(TensorPlan(name, dtype, "cast", "no rule keeps it", target))
-    return tuple(plans)
+            yield TensorPlan(name, dtype, "cast", "no rule keeps it", target)
 
 
-def plan_hooks(
-    tree: ModuleTree, parts: Fp32Parts, hooked: Iterable[str], heads: OutputHeads, dtype: torch.dtype
-) -> tuple[HookPlan, ...]:
-    """Decide which hooks go on which modules, in the order in which they are to be installed.
-
-    Args:
-        tree: the model with its planned dtypes.
-        parts: what stays in FP32.
-        hooked: the kept modules that get hooks.
-        heads: the kept modules that end the model.
-        dtype: the 16-bit dtype.
-    """
-    input_hooks = list(downcast_input_hooks(tree, heads, dtype))
-    return (
-        *kept_module_hooks(tree, parts, hooked, heads),
-        *loss_function_hooks(tree),
-        *fp32_result_hooks(tree, parts),
-        *fp32_prediction_hooks(tree, dtype),
-        *torch_loss_hooks(tree),
-        *input_hooks,
-        *loss_warning_hooks(tree, [hook.module for hook in input_hooks]),
-    )
-
-
-def kept_in_fp32(tree: ModuleTree, parts: Fp32Parts, tensors: Iterable[TensorPlan]) -> dict[str, str]:
+def _kept_in_fp32(tree: ModuleTree, parts: Fp32Parts, tensors: Iterable[TensorPlan]) -> dict[str, str]:
     """The outermost modules and the single tensors that stay in FP32, and why.
 
     A kept module without FP32 tensors is listed only if its code computes in FP32.
     """
-    kept = {}
+    kept = dict[str, str]()
     for plan in tensors:
         if plan.action == "keep" or (plan.action == "leave" and acts_as_fp32(plan.target.tensor)):
-            for owner in plan.target.owners:
-                module = parts.outermost(owner.module)
-                if module is None:
-                    kept[owner.name] = parts.tensors[plan.name].text
-                else:
-                    kept[module] = parts.modules[module].text
+            for name, owner in zip(plan.target.names, plan.target.owners, strict=True):
+                outer = parts.outermost(owner)
+                kept |= {name: parts.tensors[plan.name]} if outer is None else {outer: parts.modules[outer]}
     for name, reason in parts.modules.items():
-        if parts.outermost(name) == name and _computes_in_fp32(tree.modules[name]):
-            kept[name] = reason.text
+        module = tree.modules[name]
+        computes_in_fp32 = is_loss(module) or type(module).__name__ in CLASSES_COMPUTING_IN_FP32
+        if computes_in_fp32 and parts.outermost(name) == name:
+            kept[name] = reason
     return kept
 
 
-def _computes_in_fp32(module: nn.Module) -> bool:
-    return is_loss(module) or type(module).__name__ in CLASSES_COMPUTING_IN_FP32
+def _output_heads(tree: ModuleTree, parts: Fp32Parts) -> tuple[set[str], list[str]]:
+    """Find the kept modules that end the model: their outputs, the logits, stay in FP32.
+
+    A kept module is a head if it is or contains what `get_output_embeddings()` of the model, or of a model inside,
+    returns; or if `keep_fp32` keeps it and it is the last of the model's children that hold floating tensors, or the
+    last child of that, and so on down. The last child written is the last one called by convention only: the modules
+    written before it downcast their inputs, so that a model which calls them later does not fail.
+
+    Returns:
+        The heads, and the modules written before the last one.
+    """
+    names = {id(module): name for name, module in tree.modules.items()}
+    heads = set[str]()
+    for module in (tree.modules[""], *filter(is_model, tree.modules.values())):
+        name = names.get(id(output_embeddings(module)))
+        if name is not None and (kept := parts.outermost(name)) is not None:
+            heads |= set(tree.callable_parts(kept))
+    last, written_before = "", list[str]()
+    while (children := tree.computing_children(last)) and (not last or last not in parts.modules):
+        *before, last = children
+        written_before += [part for child in before for part in tree.callable_parts(child)]
+    is_shared = sum(module is tree.modules[last] for module in tree.modules.values()) > 1
+    if not last or last in heads or is_shared or not is_by_caller(parts.modules.get(last, "")):
+        return heads, []
+    return heads.union(tree.callable_parts(last)), written_before
+
+
+def _hooks_around_fp32(
+    tree: ModuleTree, parts: Fp32Parts, kept: Mapping[str, str], heads: set[str], dtype: torch.dtype
+) -> Iterator[HookPlan]:
+    """Hooks of what is kept in FP32, and of losses, in the order in which they are to be installed.
+
+    Kept modules get their inputs in FP32 and return 16 bits to the next module, except for heads and losses. Rotary
+    embeddings convert their own outputs, except for the listed classes.
+    """
+    for outer, reason in kept.items():
+        for name in tree.callable_parts(outer) if outer in tree.modules else ():
+            module = tree.modules[name]
+            if is_rotary(module) and type(module).__name__ not in CLASSES_COMPUTING_IN_FP32:
+                continue
+            yield HookPlan(name, "upcast inputs", reason)
+            if name not in heads and not is_loss(module):
+                yield HookPlan(name, "downcast outputs", reason)
+    for name, module in tree.modules.items():
+        cls = type(module).__name__
+        if has_loss_function(module):
+            calls_it = "loss_function" in names_in_forward(module)
+            yield HookPlan(name, "loss function in FP32", "called in forward" if calls_it else _NOT_CALLED)
+        if cls in CLASSES_RETURNING_FP32 and parts.outermost(name) is None:
+            yield HookPlan(name, "downcast outputs", CLASSES_RETURNING_FP32[cls])
+        for child in tree.called_children(name) if cls in CLASSES_PREDICTING_IN_FP32 else ():
+            if tree.computes_in(child, dtype):
+                yield HookPlan(child, "upcast outputs", CLASSES_PREDICTING_IN_FP32[cls])
+    # A user's model whose `forward` names none of torch's losses may call a function, method or attribute that does.
+    named = modules_with_torch_losses(tree)
+    yield from (HookPlan(name, "torch losses in FP32", "named in forward") for name in named)
+    of_peft: Any = getattr(tree.root, "get_base_model", None)
+    model = tree.root if of_peft is None else of_peft()
+    whole = next((name for name, module in tree.modules.items() if module is model), None)
+    if whole is not None and whole not in named and not is_code_of_a_library(model) and not is_loss(model):
+        yield HookPlan(whole, "torch losses in FP32", _NOT_NAMED)
+
+
+def _hooks_of_models(tree: ModuleTree, before_head: Iterable[str], dtype: torch.dtype) -> Iterator[HookPlan]:
+    """The model, the models inside it and modules that are given FP32 round the activations among their inputs.
+
+    The model also warns of a 16-bit loss.
+    """
+    reasons = {name: _reason_for_fp32_inputs(tree, name) for name in tree.modules}
+    for name, module in tree.modules.items():
+        # A norm's dtype, if that has the first parameter: `x.to(next(self.blocks.parameters()).dtype)`.
+        if {"parameters", "dtype"} <= names_in_forward(module) and not is_code_of_transformers(module):
+            for part in tree.called_children(name):
+                reasons[part] = reasons[part] or "called with the dtype of some parameter"
+    called_with_fp32 = {name: reason for name, reason in reasons.items() if reason}
+    reasons = dict.fromkeys(before_head, "written before an output head, whose output is FP32") | called_with_fp32
+    reasons = {name: reason for name, reason in reasons.items() if tree.computes_in(name, dtype)}
+    yield from (HookPlan(name, "downcast inputs", reason) for name, reason in reasons.items())
+    root = next((name for name in reasons if tree.modules[name] is tree.root), None)
+    if root is not None:
+        yield HookPlan(root, "warn of 16-bit losses", "the model")
+
+
+def _reason_for_fp32_inputs(tree: ModuleTree, name: str) -> str:
+    """The reason why a module may be called with FP32; empty if it is not."""
+    module = tree.modules[name]
+    if module is tree.root:
+        return "the model, called with the data"
+    if is_model(module):
+        return "a model inside, which can be called with the data"
+    parent, _, child = name.rpartition(".")
+    by_child = f"{type(tree.modules[parent]).__name__}.{child}"
+    return CLASSES_CALLED_WITH_FP32.get(type(module).__name__) or CLASSES_CALLED_WITH_FP32.get(by_child, "")

@@ -1,4 +1,4 @@
-"""The mark that a cast leaves on every module. A later call recognizes it, even on a part of the model."""
+"""What was done to a model before: casts, which leave a mark on every module, and what must come after a cast."""
 
 import weakref
 from collections.abc import Iterable
@@ -7,10 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_lowprec.casting.keep_fp32_entries import Entry
+from hf_lowprec.casting.fp32_rules import Entry
+from hf_lowprec.casting.private_torch_apis import has_run_under_fsdp2
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.attached_low_bits import note_loading
 
 _ATTRIBUTE = "_low_precision_cast"
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_BEFORE_AUTOCAST = "_original_forward"
+"""The attribute with a model's own `forward`, once an accelerator has replaced it by one that runs under autocast."""
 PREPARED_UNCAST: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models that were prepared for training (by an Accelerator) before they were cast. The layers above add them."""
 
@@ -59,3 +64,46 @@ def set_marks(model: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[Entry]) 
 def remove_mark(module: nn.Module) -> None:
     """Remove the mark of one module."""
     vars(module).pop(_ATTRIBUTE, None)
+
+
+def runs_under_autocast(model: nn.Module) -> bool:
+    """Return whether an accelerator has wrapped `forward` of `model` in autocast, as it does for mixed precision."""
+    return _BEFORE_AUTOCAST in vars(model)
+
+
+def check_model_and_dtype(model: nn.Module, named: torch.dtype | str) -> torch.dtype:
+    """The dtype, which may be given by name. Raises ValueError if it is invalid, differs from an earlier cast's, or the
+    model is wrapped or prepared.
+    """
+    dtype = {dtype_name(known): known for known in LOW_PRECISION_DTYPES}.get(str(named).removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {named!r}")
+    # transformers shards a model while it loads it, so a cast cannot come before.
+    sharded_at_load = bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    if (tp_size := getattr(model, "tp_size", None) or 1) > 1 and not sharded_at_load:
+        raise ValueError(
+            f"the model is tensor parallel (tp_size={tp_size}), and this version of transformers does not say that it "
+            "was sharded while loading; upgrade transformers to 5.23 and pass from_pretrained a DistributedConfig"
+        )
+    wrappers = _WRAPPERS - {"FSDPModule"} if sharded_at_load else _WRAPPERS
+    for module in model.modules():
+        if found := wrappers.intersection(cls.__name__ for cls in type(module).__mro__):
+            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(found)})")
+        if has_run_under_fsdp2(module) and not was_cast(module):
+            raise ValueError(
+                f"cast before the first forward pass: FSDP2 has gathered the parameters of {type(module).__name__} in "
+                "their present dtype"
+            )
+        if runs_under_autocast(module):
+            raise ValueError(
+                f"{type(module).__name__} runs under autocast: an Accelerator or Trainer with mixed precision has "
+                "prepared it. Call accelerator.unwrap_model(model, keep_fp32_wrapper=False) before cast_model(model)"
+            )
+        if module in PREPARED_UNCAST:
+            raise ValueError(
+                f"cast before prepare: {type(module).__name__} was already prepared for training; call "
+                "cast_model(model) before accelerator.prepare"
+            )
+    if earlier_dtypes := {str(earlier) for earlier in cast_dtypes(model) if earlier != dtype}:
+        raise ValueError(f"the model was already cast to {min(earlier_dtypes)}, so it cannot be cast to {dtype}")
+    return dtype

@@ -1,100 +1,102 @@
-"""The rules by which parts of a model stay in FP32, each a function of its `ModuleTree`.
+"""What stays in FP32: the rules, what callers name in `keep_fp32`, and everything tied to it.
 
-Some rules look at classes and their names, others at what a module's `forward` calls. `cast_plan.py` applies them in
-order and combines what they keep.
+A rule yields the names of modules and tensors of a `ModuleTree`, each with the reason. A module is kept with everything
+below it, and gets hooks that convert its inputs and outputs. A tensor that is kept alone gets none: the code around it
+has to convert.
 """
 
+from __future__ import annotations
+
+import difflib
+import fnmatch
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
-from hf_lowprec.casting.fp32_parts import Fp32Parts, Reason
-from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, names_in_forward, uses_torch_losses
 from hf_lowprec.casting.listed_classes import CLASSES_COMPUTING_IN_FP32
-from hf_lowprec.casting.module_tree import ModuleTree, join, shape_of
-from hf_lowprec.casting.quantized import quantized_as_fp32
+from hf_lowprec.casting.module_kinds import (
+    is_code_of_transformers,
+    is_loss,
+    is_norm,
+    is_rotary,
+    names_in_forward,
+    uses_torch_losses,
+)
+from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree, join, outermost, shape_of
+from hf_lowprec.casting.quantized import acts_as_fp32, is_quantized
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
-_NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
-_NORM_NAME = re.compile(r"Norm(\d+[a-z]?|Gated|PerHead|Layer)*$", re.IGNORECASE)
-_ROTARY_NAME = re.compile(r"Rotary|Rope\w*Embedding", re.IGNORECASE)
+Entry = str | type[nn.Module]
+KeepFp32 = Entry | Iterable[Entry]
+Kept = Iterator[tuple[str, str]]
+"""Names of modules and tensors, and why they stay in FP32: a text for people."""
+
+_BY_CALLER = "keep_fp32 "  # begins the reason for what a caller names
 _FOURIER = re.compile(r"Fourier(Projection|Embedding|Features)$")
-_FREQUENCIES = re.compile(r"(\w+_)?inv_freq")
-_LOSS_NAME = re.compile(r"(Loss|Criterion)$")
-_FUNCTIONS = {"matrix_exp", "householder_product", "solve", "inv", "inverse", "slogdet", "cholesky", "qr", "svd"}
+_MATRIX_FUNCTIONS = {"matrix_exp", "householder_product", "solve", "inv", "inverse", "slogdet", "cholesky", "qr", "svd"}
 _MODEL_CLASS_ATTRIBUTES = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _BIAS_OF_EXPERTS = re.compile(r"(\w+_)?(correction|experts?|balanc\w+)_bias(es)?")
 
 
-def listed_classes(tree: ModuleTree) -> Fp32Parts:
-    """Keep the modules of the classes in `CLASSES_COMPUTING_IN_FP32`."""
-    names = {name: type(module).__name__ for name, module in tree.modules.items()}
-    listed = {name: class_name for name, class_name in names.items() if class_name in CLASSES_COMPUTING_IN_FP32}
-    return Fp32Parts(
-        {n: Reason("class", f"{c}: {CLASSES_COMPUTING_IN_FP32[c]}") for n, c in listed.items()},
-    )
+@dataclass
+class Fp32Parts:
+    """The modules and tensors of a model that stay in FP32, each with a reason."""
+
+    modules: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, str] = field(default_factory=dict)  # by `ModelTensor.name`; those of kept modules included
+
+    def outermost(self, name: str) -> str | None:
+        """The outermost kept module that a module lies in, itself included; None if it is not kept."""
+        return outermost(name, self.modules)
+
+    def reason(self, target: ModelTensor) -> str | None:
+        """Why a tensor stays in FP32, alone or with its module; None if it does not."""
+        module = self.outermost(target.owners[0])
+        return self.tensors.get(target.name) if module is None else self.modules[module]
 
 
-def norms(tree: ModuleTree) -> Fp32Parts:
-    """Keep every norm."""
-    class_names = {name: type(module).__name__ for name, module in tree.modules.items() if is_norm(module)}
-    return Fp32Parts({name: Reason("norm", f"norm ({class_name})") for name, class_name in class_names.items()})
+def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry]) -> Fp32Parts:
+    """Apply every rule, then the entries of `keep_fp32`, and ties: what stays in FP32.
 
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm, by its class or by the name of its class or a base class.
-
-    What holds other modules with tensors is a norm only if those are norms. By name alone, whole encoders
-    (Wav2Vec2EncoderStableLayerNorm) and norms that own linear layers would count.
+    If several keep a module, the first one gives the reason. If several keep a single tensor, the last one does: it
+    names the tensor most specifically (the innermost model's class, or the caller).
     """
-    names = (cls.__name__ for cls in type(module).__mro__)
-    if not isinstance(module, _NORM_CLASSES) and not any(map(_NORM_NAME.search, names)):
-        return False
-    inner = (part for part in module.modules() if part is not module and (part._parameters or part._buffers))
-    return all(map(is_norm, inner))
+    kept = [row for rule in FP32_RULES for row in rule(tree)]
+    kept += [row for entry in keep_fp32 for row in named_by_caller(tree, entry)]
+    first_names = {name: target.name for target in tree.tensors for name in target.names}
+    parts = Fp32Parts()
+    for name, reason in kept:
+        if name in tree.modules:
+            parts.modules.setdefault(name, reason)
+        else:
+            parts.tensors[first_names[name]] = reason
+    keep_tied_weights(tree, parts)
+    return parts
 
 
-def rotary_embeddings(tree: ModuleTree) -> Fp32Parts:
-    """Keep every rotary embedding, every table of frequencies and, with hooks, every module of Fourier features.
-
-    BF16 would round the frequencies.
-    """
-    class_names = {name: type(module).__name__ for name, module in tree.modules.items()}
-    rotary = {name: f"rotary ({class_names[name]})" for name, module in tree.modules.items() if is_rotary(module)}
-    fourier = {name: f"Fourier features ({cls})" for name, cls in class_names.items() if _FOURIER.search(cls)}
-    return Fp32Parts({name: Reason("rotary", text) for name, text in (fourier | rotary).items()})
+def modules_by_kind(tree: ModuleTree) -> Kept:
+    """Keep norms, rotary embeddings, losses and other modules by their class, or by their weights."""
+    for name, module in tree.modules.items():
+        if reason := _reason_by_kind(module):
+            yield name, reason
 
 
-def is_rotary(module: nn.Module) -> bool:
-    """Return whether a module is a rotary embedding by name, or has no parameters and a buffer named `inv_freq`.
-
-    Modules that hold others with tensors are not. A rotary embedding converts its own outputs, so it gets no hooks.
-    """
-    has_frequencies = not module._parameters and any(map(_FREQUENCIES.fullmatch, module._buffers))
-    if not has_frequencies and not any(_ROTARY_NAME.search(cls.__name__) for cls in type(module).__mro__):
-        return False
-    inner = any(part._parameters or part._buffers for part in module.modules() if part is not module)
-    return not inner and not is_norm(module)
-
-
-def losses(tree: ModuleTree) -> Fp32Parts:
-    """Keep every loss module: a loss rounded to 16 bits hides small changes.
-
-    Loss functions of models are in `hooks/losses.py`.
-    """
-    class_names = {name: type(module).__name__ for name, module in tree.modules.items() if is_loss(module)}
-    return Fp32Parts({name: Reason("loss", f"loss ({class_name})") for name, class_name in class_names.items()})
-
-
-def is_loss(module: nn.Module) -> bool:
-    """Return whether a module is a loss, by the name of its class or a base class.
-
-    With parameters other than single numbers (a temperature), it is a part of the model.
-    """
-    if not any(_LOSS_NAME.search(cls.__name__) for cls in type(module).__mro__):
-        return False
-    return not any(parameter.dim() for parameter in module.parameters()) and not (is_norm(module) or is_rotary(module))
+def _reason_by_kind(module: nn.Module) -> str:
+    cls = type(module).__name__
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and acts_as_fp32(tensor):
+            return f"weights quantized as {type(tensor.data).__name__} of {tensor.dtype}"
+    if cls in CLASSES_COMPUTING_IN_FP32:
+        return f"{cls}: {CLASSES_COMPUTING_IN_FP32[cls]}"
+    if is_norm(module):
+        return f"norm ({cls})"
+    if is_rotary(module):  # BF16 would round the frequencies
+        return f"rotary ({cls})"
+    if _FOURIER.search(cls):
+        return f"Fourier features ({cls})"
+    return f"loss ({cls})" if is_loss(module) else ""  # rounded to 16 bits, a loss hides small changes
 
 
 def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
@@ -106,103 +108,175 @@ def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
     ]
 
 
-def loss_weights(tree: ModuleTree) -> Fp32Parts:
+def loss_weights(tree: ModuleTree) -> Kept:
     """Keep class weights: frozen vectors with "weight" in their name that a `forward` with torch's losses uses.
 
     These losses compute in FP32, so weights in 16 bits would be rounded for nothing.
     """
-    # A loss in a checkpoint computes in 16 bits (`hooks/losses.py`), and torch takes no weights of another dtype in it.
-    names = {name: names_in_forward(tree.modules[name]) for name in modules_with_torch_losses(tree)}
-    used = {join(name, attribute) for name in names for attribute in names[name] if "checkpoint" not in names[name]}
-    return Fp32Parts(
-        tensors={
-            target.name: Reason("loss", "weights of classes in a loss")
-            for target in tree.tensors
-            for owner in target.owners
-            if owner.name in used and _is_class_weight(target.tensor, owner.name)
-        }
-    )
+    modules = set(modules_with_torch_losses(tree))
+    for name, tensor in tree.named_tensors():
+        module, _, attribute = name.rpartition(".")
+        used = names_in_forward(tree.modules[module]) if module in modules else ()
+        is_vector = shape_of(tensor).numel() == max(shape_of(tensor), default=0)
+        is_number = tensor.is_floating_point() and not tensor.requires_grad
+        # A loss in a checkpoint computes in 16 bits (`losses.py`), and torch takes no weights of another dtype in it.
+        if attribute in used and "checkpoint" not in used and "weight" in attribute and is_vector and is_number:
+            yield name, "weights of classes in a loss"
 
 
-def _is_class_weight(tensor: Tensor, name: str) -> bool:
-    is_vector = shape_of(tensor).numel() == max(shape_of(tensor), default=0)
-    is_number = tensor.is_floating_point() and not tensor.requires_grad
-    return "weight" in name.rpartition(".")[2] and is_vector and is_number
-
-
-def matrix_functions(tree: ModuleTree) -> Fp32Parts:
-    """Keep modules without children whose `forward` names a function of matrices, and those whose weight is one.
-
-    torch has none of these functions in 16 bits. Most raise an error. The matrix exponential, by which torch's
-    `orthogonal` parametrization computes weights, gives NaN.
-    """
-    parts = Fp32Parts()
-    for name, module in tree.modules.items():
-        functions = _FUNCTIONS & names_in_forward(module)
-        if functions and not module._modules:
-            owner = re.sub(r"\.?\bparametrizations\.\w+\.\d+$", "", name)
-            kept = name if tree.modules[owner]._modules.keys() - {"parametrizations"} else owner
-            parts.modules[kept] = Reason("matrix", f"computes {min(functions)}, which torch does not in 16 bits")
-    return parts
-
-
-def named_by_model_class(tree: ModuleTree) -> Fp32Parts:
-    """Keep what the model's class, or the class of a model inside, names: transformers does when it loads the model."""
-    return Fp32Parts.combine(
-        _matching_parts(tree, prefix, search, Reason("model class", f"named in {type(module).__name__}.{attribute}"))
-        for prefix, module in tree.modules.items()
-        for attribute in _MODEL_CLASS_ATTRIBUTES
-        if (search := _search_listed(module, attribute)) is not None
-    )
-
-
-def _search_listed(module: nn.Module, attribute: str) -> Callable[[str], Any] | None:
-    """Searches a name for the expressions that an attribute lists; None if it lists none."""
-    # Not getattr: PEFT's wrappers forward it to the model inside, where names have another prefix.
-    listed = vars(module).get(attribute, getattr(type(module), attribute, None))
-    if not isinstance(listed, list | tuple | set | frozenset) or not listed:
-        return None
-    return re.compile("|".join(sorted(listed)).replace("*", ".*")).search
-
-
-def _matching_parts(tree: ModuleTree, prefix: str, search: Callable[[str], Any], reason: Reason) -> Fp32Parts:
-    """The modules and tensors below the module `prefix` whose names from there on match."""
-    start = f"{prefix}." if prefix else ""
-
-    def matches(name: str) -> bool:
-        return name.startswith(start) and search(name[len(start) :]) is not None
-
-    modules = dict.fromkeys(filter(matches, tree.modules), reason)
-    # A tensor is kept alone: around one that is named (routers, sinks) the model's own code converts.
-    tensors = {t.name: reason for t in tree.tensors if any(matches(owner.name) for owner in t.owners)}
-    return Fp32Parts(modules, tensors)
-
-
-def biases_that_choose_experts(tree: ModuleTree) -> Fp32Parts:
+def biases_that_choose_experts(tree: ModuleTree) -> Kept:
     """Keep biases of routers by their names, and each buffer named bias of a module whose `forward` uses `topk`.
 
     A router adds such a bias to its scores only to find the highest, so a rounded one would send tokens to other
     experts. Not every model's class names it.
     """
-    parts = Fp32Parts()
-    for owner, target in ((place, each) for each in tree.tensors for place in each.owners):
-        name, is_buffer = owner.name.rpartition(".")[2], not isinstance(target.tensor, nn.Parameter)
-        by_topk = is_buffer and "bias" in name and "topk" in names_in_forward(tree.modules[owner.module])
-        untrained = "correction" in name or not target.tensor.requires_grad  # some declare corrections as parameters
-        if untrained and (by_topk or _BIAS_OF_EXPERTS.fullmatch(name)):
-            parts.tensors[target.name] = Reason("router", "bias that chooses experts")
-    return parts
+    for name, tensor in tree.named_tensors():
+        module, _, attribute = name.rpartition(".")
+        is_buffer = "bias" in attribute and not isinstance(tensor, nn.Parameter)
+        by_topk = is_buffer and "topk" in names_in_forward(tree.modules[module])
+        untrained = "correction" in attribute or not tensor.requires_grad  # some declare corrections as parameters
+        if untrained and (by_topk or _BIAS_OF_EXPERTS.fullmatch(attribute)):
+            yield name, "bias that chooses experts"
 
 
-FP32_RULES: tuple[Callable[[ModuleTree], Fp32Parts], ...] = (
-    quantized_as_fp32,
-    listed_classes,
-    norms,
-    rotary_embeddings,
-    losses,
+def matrix_functions(tree: ModuleTree) -> Kept:
+    """Keep modules without children whose `forward` names a function of matrices, and those whose weight is one.
+
+    torch has none of these functions in 16 bits. Most raise an error. The matrix exponential, by which torch's
+    `orthogonal` parametrization computes weights, gives NaN.
+    """
+    for name, module in tree.modules.items():
+        functions = _MATRIX_FUNCTIONS & names_in_forward(module)
+        if functions and not module._modules:
+            owner = re.sub(r"\.?\bparametrizations\.\w+\.\d+$", "", name)
+            kept = name if tree.modules[owner]._modules.keys() - {"parametrizations"} else owner
+            yield kept, f"computes {min(functions)}, which torch does not in 16 bits"
+
+
+def named_by_model_class(tree: ModuleTree) -> Kept:
+    """Keep what the model's class, or the class of a model inside, names: transformers does when it loads the model.
+
+    A tensor is kept alone: around one that is named (routers, sinks) the model's own code converts.
+    """
+    names = [*tree.modules, *(name for name, _ in tree.named_tensors())]
+    for prefix, module in tree.modules.items():
+        for attribute in _MODEL_CLASS_ATTRIBUTES:
+            # Not getattr: PEFT's wrappers forward it to the model inside, where names have another prefix.
+            listed = vars(module).get(attribute, getattr(type(module), attribute, None))
+            if not isinstance(listed, list | tuple | set | frozenset) or not listed:
+                continue
+            search = re.compile("|".join(sorted(listed)).replace("*", ".*")).search
+            reason, start = f"named in {type(module).__name__}.{attribute}", join(prefix, "")
+            yield from ((n, reason) for n in names if n.startswith(start) and search(n.removeprefix(start)))
+
+
+FP32_RULES: tuple[Callable[[ModuleTree], Kept], ...] = (
+    modules_by_kind,
     loss_weights,
     biases_that_choose_experts,
     matrix_functions,
     named_by_model_class,
 )
-"""The rules that need the model alone. Where several keep a module, the first one gives the reason."""
+"""The rules that need the model alone."""
+
+
+def named_by_caller(tree: ModuleTree, entry: Entry) -> Kept:
+    """Keep what one entry of `keep_fp32` names: a class, or a glob for the end of a qualified name.
+
+    A tensor is kept with the module that owns it if that has no children, else alone.
+    """
+    if isinstance(entry, type):
+        reason = f"{_BY_CALLER}{entry.__name__!r}"
+        yield from ((name, reason) for name, module in tree.modules.items() if isinstance(module, entry))
+        return
+    reason = f"{_BY_CALLER}{entry!r}"
+    match = re.compile(fnmatch.translate(f"*.{entry}")).match  # of a name with a dot before it
+    yield from ((name, reason) for name in tree.modules if name and match(f".{name}"))
+    for name, _ in tree.named_tensors():
+        if match(f".{name}"):
+            owner = name.rpartition(".")[0]
+            yield name if tree.modules[owner]._modules else owner, reason
+
+
+def is_by_caller(reason: str) -> bool:
+    """Return whether something stays in FP32 only because a caller names it."""
+    return reason.startswith(_BY_CALLER)
+
+
+def keep_tied_weights(tree: ModuleTree, parts: Fp32Parts) -> None:
+    """Add to `parts` every tensor of a kept module, and every other leaf module that owns such a tensor: tied weights.
+
+    A module computes in one dtype, so such an owner is kept as a whole, with its other tensors. Those may be tied in
+    turn, so this is repeated until nothing is added.
+    """
+    kept_before = -1
+    while kept_before != len(parts.modules):
+        kept_before = len(parts.modules)
+        for target in tree.tensors:
+            owners = dict(zip(target.names, target.owners, strict=True))
+            kept_name = next((name for name, owner in owners.items() if parts.outermost(owner) is not None), None)
+            if kept_name is not None:
+                parts.tensors.setdefault(target.name, f"tied to {kept_name}")
+            if target.name not in parts.tensors or len(set(target.owners)) == 1:
+                continue
+            for name, owner in owners.items():
+                if not tree.modules[owner]._modules and parts.outermost(owner) is None:
+                    other = kept_name or next(other for other in target.names if other != name)
+                    parts.modules[owner] = f"tied to {other}"
+
+
+def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
+    """Return the entries of `keep_fp32`. Raise TypeError for one that is neither a name nor a module class."""
+    entries = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
+    for entry in entries:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"keep_fp32 takes names (str) and torch.nn.Module classes, not {entry!r}")
+    return entries
+
+
+def matching_entries(tree: ModuleTree, entries: Iterable[Entry]) -> list[Entry]:
+    """The entries that name something in the model."""
+    return [entry for entry in entries if any(named_by_caller(tree, entry))]
+
+
+def entries_within(tree: ModuleTree, name: str, entries: Iterable[Entry]) -> list[Entry]:
+    """The entries for a cast of one module alone: those that match there, and what the others name there."""
+    found = matching_entries(ModuleTree.of(tree.modules[name]), entries)
+    others = [kept for entry in entries if entry not in found for kept, _ in named_by_caller(tree, entry)]
+    return [*found, *(kept.removeprefix(f"{name}.") for kept in others if kept.startswith(f"{name}."))]
+
+
+def check_entries_match(tree: ModuleTree, entries: Iterable[Entry]) -> None:
+    """Raise ValueError, listing similar names, for an entry that names nothing in the model."""
+    for entry in entries:
+        if matching_entries(tree, [entry]):
+            continue
+        name = entry if isinstance(entry, str) else entry.__name__
+        names = {*tree.modules, *(name for name, _ in tree.named_tensors())}
+        names |= {path.rpartition(".")[2] for path in names} | {type(m).__name__ for m in tree.modules.values()}
+        near = difflib.get_close_matches(name.strip("*."), sorted(names), n=5, cutoff=0.4)
+        raise ValueError(f"keep_fp32 {name!r} matches no module or tensor; similar names: {', '.join(near) or 'none'}")
+
+
+def check_no_quantized_weights(tree: ModuleTree, parts: Fp32Parts) -> None:
+    """Raise ValueError if `keep_fp32` covers a quantized weight, which has no FP32 form."""
+    for target in tree.tensors:
+        reason = parts.reason(target)
+        if reason is not None and is_by_caller(reason) and is_quantized(target.tensor):
+            raise ValueError(
+                f"{reason} covers {target.name}, which is quantized and has no FP32 form; "
+                "keep only modules without quantized weights"
+            )
+
+
+def check_not_rounded(tree: ModuleTree, parts: Fp32Parts, parts_before: Fp32Parts) -> None:
+    """Raise ValueError if a tensor is to be kept that an earlier cast has rounded.
+
+    Args:
+        tree: the model.
+        parts: what is to stay in FP32.
+        parts_before: what would stay in FP32 without the new entries of this call.
+    """
+    late = [t for t in tree.tensors if t.name in parts.tensors and t.name not in parts_before.tensors]
+    if rounded := [target.name for target in late if target.tensor.dtype in LOW_PRECISION_DTYPES]:
+        raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")

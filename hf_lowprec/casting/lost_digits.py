@@ -8,15 +8,18 @@ a saved BF16 model come back in BF16.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.hooks.argument_roles import names_numbers, words_of
+from hf_lowprec.casting.argument_roles import names_numbers, words_of
+from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
+from hf_lowprec.casting.earlier_casts import was_cast
+from hf_lowprec.casting.module_kinds import is_rotary
 from hf_lowprec.casting.module_tree import shape_of
+from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
 _PARTS_OF_LAYERS = ("weight", "weights", "bias", "original0", "original1")  # the last two are torch's parametrizations
@@ -24,7 +27,7 @@ _PARTS_OF_LAYERS = ("weight", "weights", "bias", "original0", "original1")  # th
 _EMBEDDINGS = {"emb", "embed", "embeds", "embedding", "embeddings", "enc", "encoding", "encodings"}  # of positions
 
 
-def rounded_number_warnings(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
+def rounded_number_warnings(plan: CastPlan) -> Iterator[str]:
     """Yield one line about numbers that lose digits in a cast, and one about those that may, if there are any.
 
     These are buffers of at most one dimension (class weights, frequencies) or with a name for numbers
@@ -32,18 +35,18 @@ def rounded_number_warnings(tensors: Mapping[str, Tensor], dtype: torch.dtype) -
     are rounded when the model is initialized, after the cast.
 
     Args:
-        tensors: what is to be cast, by qualified name, before the cast.
-        dtype: the 16-bit dtype.
+        plan: of a cast that was not carried out yet.
     """
-    numbers = {name: tensor for name, tensor in tensors.items() if _holds_numbers(name, tensor)}
-    lost = [name for name, tensor in numbers.items() if _loses_digits(tensor, dtype)]
+    numbers = {t.name: t.target.tensor for t in plan.tensors if t.action == "cast" and _holds_numbers(t)}
+    narrowed = {name: t for name, t in numbers.items() if t.dtype.itemsize > plan.dtype.itemsize}
+    lost = [name for name, tensor in narrowed.items() if not tensor.is_meta and _loses_digits(tensor, plan.dtype)]
     if lost:
-        yield f"{len(lost)} tensors of numbers lose digits in {dtype_name(dtype)}: {_names_and_remedy(lost)}"
-    unknown = [name for name, tensor in numbers.items() if tensor.is_meta and _becomes_narrower(tensor, dtype)]
+        yield f"{len(lost)} tensors of numbers lose digits in {dtype_name(plan.dtype)}: {_names_and_remedy(lost)}"
+    unknown = [name for name, tensor in narrowed.items() if tensor.is_meta]
     if unknown:
         yield (
-            f"{len(unknown)} tensors of numbers on the meta device will be rounded to {dtype_name(dtype)} when they "
-            f"are initialized: {_names_and_remedy(unknown)}"
+            f"{len(unknown)} tensors of numbers on the meta device will be rounded to {dtype_name(plan.dtype)} when "
+            f"they are initialized: {_names_and_remedy(unknown)}"
         )
 
 
@@ -56,81 +59,69 @@ def _names_and_remedy(names: list[str]) -> str:
     )
 
 
-def _holds_numbers(name: str, tensor: Tensor) -> bool:
-    last = name.rpartition(".")[2]
+def _holds_numbers(planned: TensorPlan) -> bool:
+    tensor, owner, last = planned.target.tensor, planned.target.owner, planned.name.rpartition(".")[2]
     if isinstance(tensor, nn.Parameter):
         return shape_of(tensor).numel() == 1 and last not in _PARTS_OF_LAYERS  # such as the bias of a regression
+    if type(owner).__module__.startswith("transformers."):  # these classes convert buffers where they need to
+        return False
     if not _EMBEDDINGS.isdisjoint(words_of(last)):
         return False  # sines of positions, and Gemma's `embed_scale`, which its code rounds itself
     return tensor.dim() < 2 or (names_numbers(last) and last not in _PARTS_OF_LAYERS)
 
 
 def _loses_digits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    if tensor.is_meta or not _becomes_narrower(tensor, dtype):
-        return False
     values = getattr(tensor, "ds_tensor", tensor).detach()
     return not bool(torch.equal(values.to(dtype).to(values.dtype), values))
-
-
-def _becomes_narrower(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
 
 
 _STORED_16_BIT, _STORED_FP32 = ("BF16", "F16"), ("F32",)  # as safetensors spells them
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
-@dataclass(frozen=True, eq=False)
-class LoadedTensor:
-    """A tensor after a cast, and the dtype that it was loaded in."""
-
-    name: str
-    tensor: Tensor
-    loaded_dtype: torch.dtype
-
-
 def rounded_weight_warnings(
-    modules: Iterable[nn.Module], kept: Iterable[LoadedTensor], trained: Iterable[LoadedTensor]
+    model: nn.Module, plan: CastPlan, loaded_dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[str]:
     """Yield one line about tensors that lost digits when they were loaded, if there are any.
 
     Tensors that the model's checkpoint itself has in 16 bits lost nothing in loading. Where no checkpoint is at hand,
-    tensors of zeros and ones are taken for initial values, which fit 16 bits, and nothing is said of `trained`.
+    tensors of zeros and ones are taken for initial values, which fit 16 bits, and nothing is said of trainable
+    parameters. Nor is it of parameters that an earlier cast has had in FP32, of rotary tables, which are recomputed,
+    and of quantized models: their norms are loaded in 16 bits, as the guide says, and lose less by that than quantized
+    weights.
 
     Args:
-        modules: every module of the model; those of transformers say which checkpoint they were loaded from.
-        kept: the tensors kept in FP32, rotary tables excluded.
-        trained: the trainable parameters that no cast has had in FP32, of which one could have kept the low bits.
+        model: its modules of transformers say which checkpoint they were loaded from.
+        plan: of a cast that was carried out.
+        loaded_dtypes: the dtypes of the tensors before it, by name.
     """
-    kept, trained = list(filter(_in_16_bits, kept)), list(filter(_in_16_bits, trained))
-    stored = dict(_stored_dtypes(modules)) if kept or trained else {}
+    narrow = [t for t in plan.tensors if loaded_dtypes[t.name] in LOW_PRECISION_DTYPES]
+    kept = [t for t in narrow if t.action == "keep" and not is_rotary(t.target.owner)]
+    trained = [t for t in narrow if t.action == "cast" and t.target.is_trainable and not was_cast(t.target.owner)]
+    if not (kept or trained) or any(map(holds_quantized_weights, model.modules())):
+        return
+    stored = dict(_stored_dtypes(model))
     stored = {name.partition(".")[2]: dtype for name, dtype in stored.items()} | stored  # loaded into a base model
     rounded = []
     for weight in kept:
         dtype = _stored_dtype_of(weight.name, stored)
-        if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(weight.tensor)):
-            rounded.append(weight)
-    with_low_bits = [weight for weight in trained if _stored_dtype_of(weight.name, stored) in _STORED_FP32]
+        if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(weight.target.tensor)):
+            rounded.append(weight.name)
+    with_low_bits = [weight.name for weight in trained if _stored_dtype_of(weight.name, stored) in _STORED_FP32]
     gain = f"split weights and Kahan summation start from the FP32 values of {len(with_low_bits)} trainable tensors"
     if rounded:
         text = (
-            f"{len(rounded)} tensors that are kept in FP32 ({rounded[0].name}, …) were loaded in "
-            f"{dtype_name(rounded[0].loaded_dtype)}. If their checkpoint has them in FP32, as those of hf_lowprec do, "
-            "load it with from_pretrained(…, dtype=torch.float32); hf_lowprec casts the rest"
+            f"{len(rounded)} tensors that are kept in FP32 ({rounded[0]}, …) were loaded in "
+            f"{dtype_name(loaded_dtypes[rounded[0]])}. If their checkpoint has them in FP32, as those of hf_lowprec "
+            "do, load it with from_pretrained(…, dtype=torch.float32); hf_lowprec casts the rest"
         )
-        if with_low_bits:
-            text += f", and {gain}"
-        yield text
+        yield f"{text}, and {gain}" if with_low_bits else text
     elif with_low_bits:
         yield (
-            f"{len(with_low_bits)} trainable tensors ({with_low_bits[0].name}, …) were loaded in "
-            f"{dtype_name(with_low_bits[0].loaded_dtype)}, but their checkpoint has them in FP32. With "
+            f"{len(with_low_bits)} trainable tensors ({with_low_bits[0]}, …) were loaded in "
+            f"{dtype_name(loaded_dtypes[with_low_bits[0]])}, but their checkpoint has them in FP32. With "
             f"from_pretrained(…, dtype=torch.float32), {gain}"
         )
-
-
-def _in_16_bits(weight: LoadedTensor) -> bool:
-    return weight.loaded_dtype in LOW_PRECISION_DTYPES
 
 
 def _is_initial(tensor: Tensor) -> bool:
@@ -146,9 +137,9 @@ def _stored_dtype_of(name: str, stored: Mapping[str, str]) -> str | None:
     return next((stored[ending] for ending in endings if ending in stored), None)
 
 
-def _stored_dtypes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, str]]:
+def _stored_dtypes(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield name and dtype of each tensor in the model's safetensors checkpoint, if that is on this machine."""
-    names = (vars(module).get("name_or_path") for module in modules)
+    names = (vars(module).get("name_or_path") for module in model.modules())
     name = next((name for name in names if isinstance(name, str) and name), None)
     folder = None if name is None else _folder(name)
     for file in sorted(folder.glob("model*.safetensors")) if folder is not None else ():

@@ -1,13 +1,15 @@
-"""A model's modules and tensors by qualified name."""
+"""A model's modules and tensors by qualified name, and the modules in it that matter to a cast."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+
+from hf_lowprec.casting.module_kinds import is_loss, is_model
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
@@ -15,30 +17,28 @@ def shape_of(tensor: Tensor) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-@dataclass(frozen=True)
-class Owner:
-    """One of the modules that hold a tensor."""
-
-    module: str  # the module's qualified name
-    name: str  # the tensor's qualified name in this module
-
-
 @dataclass(frozen=True, eq=False)
 class ModelTensor:
-    """A parameter or buffer and everything that owns it: a tied tensor has several owners."""
+    """A parameter or buffer. It has a name in each module that owns it: a tied tensor has several."""
 
     tensor: Tensor
-    owners: tuple[Owner, ...]
+    owner: nn.Module  # the first module that owns it
+    names: tuple[str, ...]  # qualified
 
     @property
     def name(self) -> str:
-        """The qualified name under its first owner. No other tensor has it."""
-        return self.owners[0].name
+        """The first of its names. No other tensor has it."""
+        return self.names[0]
 
     @property
-    def is_shared(self) -> bool:
-        """True if several modules own it."""
-        return len({owner.module for owner in self.owners}) > 1
+    def owners(self) -> list[str]:
+        """The qualified names of the modules that own it, one for each name."""
+        return [name.rpartition(".")[0] for name in self.names]
+
+    @property
+    def is_trainable(self) -> bool:
+        """True for a parameter with a gradient."""
+        return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,17 +61,25 @@ class ModuleTree:
         """The model, inside the wrapper of `torch.compile` if there is one: calls do not run the wrapper's hooks."""
         return compiled_module(self.modules[""])
 
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter and buffer under each of its names."""
+        for name, module in self.modules.items():
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    yield join(name, attribute), tensor
+
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
         """Every parameter and buffer once."""
         tensors: dict[int, Tensor] = {}
-        owners: dict[int, list[Owner]] = {}
-        for path, module in self.modules.items():
-            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    tensors[id(tensor)] = tensor
-                    owners.setdefault(id(tensor), []).append(Owner(path, join(path, attribute)))
-        return tuple(ModelTensor(tensor, tuple(owners[key])) for key, tensor in tensors.items())
+        names: dict[int, list[str]] = {}
+        for name, tensor in self.named_tensors():
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(name)
+        return tuple(
+            ModelTensor(tensor, self.modules[names[key][0].rpartition(".")[0]], tuple(names[key]))
+            for key, tensor in tensors.items()
+        )
 
     def children(self, name: str) -> list[str]:
         """The names of a module's children, in the order in which they were assigned."""
@@ -83,15 +91,23 @@ class ModuleTree:
             return [name]
         return [part for child in self.children(name) for part in self.callable_parts(child)]
 
-    def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """The dtype of a tensor, as it is or as it is planned."""
-        return self.planned_dtypes.get(id(tensor), tensor.dtype)
+    def computing_children(self, name: str) -> list[str]:
+        """The children of a module that hold floating tensors and are not losses, in the order of their assignment.
+
+        A module calls its children in this order by convention only.
+        """
+        children = self.children(name)
+        return [child for child in children if self.floating_dtypes(child) and not is_loss(self.modules[child])]
+
+    def called_children(self, name: str) -> list[str]:
+        """`computing_children`, with the modules inside a container that is never called (ModuleList) in its place."""
+        return [part for child in self.computing_children(name) for part in self.callable_parts(child)]
 
     def floating_dtypes(self, name: str) -> set[torch.dtype]:
         """The dtypes of the floating tensors in a module and below it, as they are or as they are planned."""
         module = self.modules[name]
-        tensors = (*module.parameters(), *module.buffers())
-        return {self.dtype_of(t) for t in tensors if t.is_floating_point()}
+        floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+        return {self.planned_dtypes.get(id(tensor), tensor.dtype) for tensor in floating}
 
     def computes_in(self, name: str, dtype: torch.dtype) -> bool:
         """Return whether a module is called and holds tensors of `dtype`."""
@@ -108,3 +124,50 @@ def compiled_module(model: nn.Module) -> nn.Module:
 def join(module: str, name: str) -> str:
     """The qualified name of what a module calls `name`."""
     return f"{module}.{name}" if module else name
+
+
+def path_to(module: str) -> list[str]:
+    """The names of the model, of the modules inside it that contain a module, and of this module."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def outermost(name: str, modules: Collection[str]) -> str | None:
+    """The outermost of `modules` that the module called `name` lies in, itself included; None if there is none."""
+    return next((module for module in path_to(name) if module in modules), None)
+
+
+def output_embeddings(module: nn.Module) -> nn.Module | None:
+    """The layer that turns hidden states into logits, as the model's `get_output_embeddings` returns it.
+
+    Not an `nn.Embedding`, which a few models return because it is tied.
+    """
+    try:
+        embeddings = module.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return embeddings if isinstance(embeddings, nn.Module) and not isinstance(embeddings, nn.Embedding) else None
+
+
+def prediction_layers(tree: ModuleTree, model: str) -> list[str]:
+    """The layers that make a model's predictions: its output embeddings, and its last child that is not itself a model.
+
+    Children named "auxiliary" that follow the last child belong to it.
+    """
+    children = [name for name in tree.computing_children(model) if not is_model(tree.modules[name])]
+    main = [index for index, name in enumerate(children) if "auxiliary" not in name.rpartition(".")[2]]
+    last = children[main[-1] if main else 0 :]
+    layers = [part for name in last for part in tree.callable_parts(name)]
+    embeddings = output_embeddings(tree.modules[model])
+    return layers + [
+        name for name, module in tree.modules.items() if module is embeddings and outermost(name, layers) is None
+    ]
+
+
+def models_in_loss(tree: ModuleTree, model: nn.Module) -> dict[str, nn.Module]:
+    """The models in a loss: `model`, and for each other one the largest module that contains it but not `model`."""
+    loss_modules = {name for name, part in tree.modules.items() if part is not model and model in set(part.modules())}
+    callable_modules = {name for name in tree.modules if tree.callable_parts(name) == [name]} - loss_modules
+    models = [name for name, module in tree.modules.items() if module is model or is_model(module)]
+    largest = (outermost(name, callable_modules) for name in models)
+    return {name: tree.modules[name] for name in largest if name is not None}

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.fp32_parts import Fp32Parts, Reason
-from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
+from hf_lowprec.casting.module_tree import ModelTensor
 
 # Not every floating dtype: 8-bit and 4-bit floats are a quantizer's storage.
 CASTABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -61,31 +60,16 @@ def frozen_tensors(tensors: Iterable[ModelTensor]) -> dict[str, str]:
     tensors = list(tensors)
     plain, quantized = set[str](), set[str]()
     for target in tensors:
-        for owner in target.owners:
-            if is_quantized(target.tensor):
-                quantized.add(owner.module)
-            elif _attribute(owner.name) == "weight":
-                plain.add(owner.module)
+        if is_quantized(target.tensor):
+            quantized.update(target.owners)
+        else:
+            plain.update(name.rpartition(".")[0] for name in target.names if name.rpartition(".")[2] == "weight")
     frozen = {}
     for target in tensors:
         tensor = target.tensor
         if is_quantized(tensor) or tensor.dtype not in CASTABLE_DTYPES:
             kind = type(tensor if isinstance(tensor, nn.Parameter) else tensor.data)
             frozen[target.name] = f"{(Tensor if kind is nn.Parameter else kind).__name__} of {tensor.dtype}"
-        elif _attribute(target.name) != _BIAS and any(owner.module in quantized - plain for owner in target.owners):
+        elif target.name.rpartition(".")[2] != _BIAS and not quantized.difference(plain).isdisjoint(target.owners):
             frozen[target.name] = f"{tensor.dtype} alongside quantized weights"
     return frozen
-
-
-def _attribute(tensor_name: str) -> str:
-    return tensor_name.rpartition(".")[2]
-
-
-def quantized_as_fp32(tree: ModuleTree) -> Fp32Parts:
-    """Keep every module that owns a quantized weight which acts as FP32."""
-    parts = Fp32Parts()
-    for target in tree.tensors:
-        if acts_as_fp32(target.tensor):
-            text = f"weights quantized as {type(target.tensor.data).__name__} of {target.tensor.dtype}"
-            parts.modules |= {owner.module: Reason("quantized", text) for owner in target.owners}
-    return parts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_lowprec.casting.hooks.argument_roles import COMPUTED, NUMBERS, is_time, role_of
+from hf_lowprec.casting.argument_roles import COMPUTED, NUMBERS, is_time, role_of
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers.utils import TransformersKwargs
 
-from hf_lowprec.casting.hooks.argument_roles import role_of
+from hf_lowprec.casting.argument_roles import role_of
 from tests.support.every_architecture.forward_arguments import ACTIVATIONS, MASKS, NOT_FLOATING, NUMBERS, REFERENCES
 from tests.support.every_architecture.model_classes import classes_by_type
 

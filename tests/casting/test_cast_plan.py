@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model, make_plan
-from hf_lowprec.casting.cast_plan import CastPlan
-from hf_lowprec.casting.hooks.hook_placement import HookPlan
+from hf_lowprec.casting.cast_plan import CastPlan, HookPlan
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP16, FP32, assert_same_bits, bits, dtypes, hook_counts
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
+from hf_lowprec.casting.losses import upcast_predictions
 from tests.support.chosen_cases import nightly_except
 from tests.support.every_architecture.architecture_check import without_chance
 from tests.support.every_architecture.tiny_batches import offers

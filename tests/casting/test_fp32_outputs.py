@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.hooks.fp32_outputs import computes_loss_itself, upcast_predictions
-from hf_lowprec.casting.hooks.input_downcast import losses_mix_dtypes
+from hf_lowprec.casting.input_downcast import losses_mix_dtypes
+from hf_lowprec.casting.losses import computes_loss_itself, upcast_predictions
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP32
 

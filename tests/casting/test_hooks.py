@@ -10,7 +10,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.hooks.module_hooks import install_model_output_upcast
+from hf_lowprec.casting.module_hooks import install_model_output_upcast
 from tests.support.models.inspection import BF16, FP32, assert_downcast
 
 Pair = namedtuple("Pair", ["first", "second"])

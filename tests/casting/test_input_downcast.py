@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.hooks.input_downcast import losses_mix_dtypes
+from hf_lowprec.casting.input_downcast import losses_mix_dtypes
 from tests.support.models.inspection import (
     BF16,
     FP16,

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.hooks.input_downcast import losses_mix_dtypes
+from hf_lowprec.casting.input_downcast import losses_mix_dtypes
 from tests.support.every_architecture.architecture_check import loss_of, without_chance
 from tests.support.every_architecture.tiny_batches import offers
 from tests.support.every_architecture.tiny_configs import tiny_config

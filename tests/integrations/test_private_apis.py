@@ -26,7 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_lowprec.casting.cast import runs_under_autocast
+from hf_lowprec.casting.earlier_casts import runs_under_autocast
 from hf_lowprec.integrations.accelerate import private_apis as accelerate_apis
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.resume import read_trainer_state
@@ -181,7 +181,7 @@ def test_autocast_of_an_accelerator_is_seen():
     for precision in ("no", "bf16"):
         model = Accelerator(cpu=True, mixed_precision=precision).prepare(torch.nn.Linear(2, 2))
         assert runs_under_autocast(model) == (precision == "bf16"), (
-            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/casting/cast.py"
+            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/casting/earlier_casts.py"
         )
         AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -23,10 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
-from hf_lowprec.casting.cast import runs_under_autocast
-from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
-from hf_lowprec.casting.hooks.losses import warn_if_in_16_bits
-from hf_lowprec.casting.hooks.module_hooks import returns_float32
+from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, runs_under_autocast
+from hf_lowprec.casting.losses import warn_if_in_16_bits
+from hf_lowprec.casting.module_hooks import returns_float32
 from hf_lowprec.casting.module_tree import compiled_module
 from hf_lowprec.integrations.accelerate import private_apis
 from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison

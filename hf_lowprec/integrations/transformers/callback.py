@@ -13,8 +13,9 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
-from hf_lowprec.casting.cast import cast_like_trained, runs_under_autocast
-from hf_lowprec.casting.keep_fp32_entries import as_entries, matching_entries
+from hf_lowprec.casting.cast import cast_like_trained
+from hf_lowprec.casting.earlier_casts import runs_under_autocast
+from hf_lowprec.casting.fp32_rules import as_entries, matching_entries
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.accelerate.private_apis import switch_autocast_off

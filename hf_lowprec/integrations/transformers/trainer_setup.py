@@ -14,11 +14,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_lowprec.casting import cast_model, return_float32
-from hf_lowprec.casting.cast_plan import fp32_parts
 from hf_lowprec.casting.earlier_casts import cast_dtypes, earlier_entries
-from hf_lowprec.casting.keep_fp32_entries import check_entries_match, check_not_rounded, entries_within
-from hf_lowprec.casting.model_parts import models_in_loss
-from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.casting.fp32_rules import check_entries_match, check_not_rounded, entries_within, fp32_parts
+from hf_lowprec.casting.module_tree import ModuleTree, models_in_loss
 from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.transformers import private_apis

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_lowprec
-from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
 from hf_lowprec.casting.listed_classes import CLASSES_COMPUTING_IN_FP32
+from hf_lowprec.casting.losses import upcast_predictions
 from tests.support.broken_layers import Batch, broken_layers
 from tests.support.models.inspection import BF16, FP32, bits
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.hooks.argument_roles import is_time, role_of
-from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, uses_torch_losses
-from hf_lowprec.casting.hooks.module_hooks import convert_floats, install_output_upcast, remove_hooks, write_back_later
-from hf_lowprec.casting.model_parts import called_children, prediction_layers
-from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.casting.argument_roles import is_time, role_of
+from hf_lowprec.casting.module_hooks import convert_floats, install_output_upcast, write_back_later
+from hf_lowprec.casting.module_kinds import is_code_of_transformers, uses_torch_losses
+from hf_lowprec.casting.module_tree import ModuleTree, prediction_layers
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 # They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
-_NUMBERS, _INTEGERS = "_low_precision_numbers", "_low_precision_integers"
+_FOLLOWED = "_low_precision_numbers"
+"""The attribute of a module with the names of the arguments that `follow_numbers` has prepared it for."""
 
 
 @functools.cache
@@ -85,24 +85,21 @@ class DowncastInputs:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         extra = len(args) - len(self.positional)  # all of `*args`, after the first
-        names = (self.positional + self.positional[-1:] * extra or ("",) * len(args))[: len(args)]
+        names = (self.positional + self.positional[-1:] * extra or ("",) * len(args))[: len(args)] + tuple(kwargs)
+        given = (*args, *kwargs.values())
+        is_layer = isinstance(module, _LAYERS)
         numbers: list[str] = []
-        downcast = functools.partial(self._downcast, isinstance(module, _LAYERS), numbers)
-        given = () if isinstance(module, _LAYERS) else (*args, *kwargs.values())  # layers write nothing
-        args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=True)])
-        kwargs = {name: convert_floats(value, downcast, name) for name, value in kwargs.items()}
-        write_back_later(module, given, (*args, *kwargs.values()))
-        if self.takes_times and not torch.compiler.is_compiling():
-            arguments = (*zip(names, args, strict=True), *kwargs.items())
-            times = [name for name, value in arguments if is_time(name) and _is_integer(value)]
-            if times:
-                follow_numbers(module, self.dtype, times, _INTEGERS)
+        downcast = functools.partial(self._downcast, is_layer, numbers)
+        values = [convert_floats(value, downcast, name) for name, value in zip(names, given, strict=True)]
+        if not is_layer:  # layers write nothing
+            write_back_later(module, given, values)
+        if self.takes_times:
+            if not torch.compiler.is_compiling():
+                numbers += [name for name, v in zip(names, values, strict=True) if is_time(name) and _is_integer(v)]
+            values = [_exact_times(value, name) for name, value in zip(names, values, strict=True)]
         if numbers:
             follow_numbers(module, self.dtype, numbers)
-        if self.takes_times:
-            args = tuple([_exact_times(arg, name) for arg, name in zip(args, names, strict=True)])
-            kwargs = {name: _exact_times(value, name) for name, value in kwargs.items()}
-        return args, kwargs
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def _downcast(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
         """Round a tensor if it is an activation, or a mask.
@@ -139,7 +136,7 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
-def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], memory: str = _NUMBERS) -> None:
+def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> None:
     """Prepare a module for FP32 numbers among its arguments, at the first call that passes any.
 
     Values computed from them are FP32, so the module's children downcast their inputs. A child that receives the
@@ -151,19 +148,17 @@ def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], memo
         module: the module that is called.
         dtype: the 16-bit dtype that it computes in.
         names: the names of its arguments that are FP32 numbers, or integers that become FP32 numbers.
-        memory: the attribute of the module that remembers for which names this was done.
     """
-    followed: tuple[str, ...] = getattr(module, memory, ())
+    followed: tuple[str, ...] = getattr(module, _FOLLOWED, ())
     new = tuple([name for name in names if name not in followed])
     if new:
         _follow_numbers(module, dtype, weights=any("weight" in name.lower() for name in new))
-        setattr(module, memory, followed + new)
+        setattr(module, _FOLLOWED, followed + new)
 
 
 def forget_numbers(module: nn.Module) -> None:
     """Let `follow_numbers` prepare a module again."""
-    for memory in (_NUMBERS, _INTEGERS):
-        vars(module).pop(memory, None)
+    vars(module).pop(_FOLLOWED, None)
 
 
 @torch.compiler.disable(
@@ -172,22 +167,16 @@ def forget_numbers(module: nn.Module) -> None:
 )
 def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> None:
     tree = ModuleTree.of(module)
-    for name in _parts_taking_numbers(tree, ""):
-        if tree.computes_in(name, dtype):
+    children = tree.called_children("")
+    for name in children:  # grows by the modules in an `nn.Sequential`, which may take numbers
+        if isinstance(tree.modules[name], nn.Sequential):
+            children += tree.called_children(name)
+        elif tree.computes_in(name, dtype):
             install_input_downcast(tree.modules[name], dtype)
     if weights and uses_torch_losses(module) and is_code_of_transformers(module):
         for name in prediction_layers(tree, ""):
             if tree.computes_in(name, dtype):
                 install_output_upcast(tree.modules[name])
-
-
-def _parts_taking_numbers(tree: ModuleTree, name: str) -> list[str]:
-    """The children of a module that compute; for an `nn.Sequential` the modules in it, which may take numbers."""
-    parts = called_children(tree, name)
-    split = [
-        _parts_taking_numbers(tree, part) if isinstance(tree.modules[part], nn.Sequential) else [part] for part in parts
-    ]
-    return [part for parts in split for part in parts]
 
 
 def install_input_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -197,9 +186,3 @@ def install_input_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
         return False
     module.register_forward_pre_hook(DowncastInputs.of(module, dtype), with_kwargs=True)
     return True
-
-
-def remove_input_downcast(module: nn.Module) -> None:
-    """Undo `install_input_downcast` and its consequences."""
-    remove_hooks(module, lambda hook: isinstance(hook, DowncastInputs))
-    forget_numbers(module)

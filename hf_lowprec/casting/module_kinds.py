@@ -1,7 +1,8 @@
-"""Read the code of a module's `forward`: its arguments, the names it uses, whether it computes a loss."""
+"""What a module is: by its class, and by the code of its `forward`."""
 
 import dis
 import inspect
+import re
 from types import CodeType
 
 from torch import nn
@@ -14,6 +15,53 @@ TORCH_LOSS_FUNCTIONS -= {"linear_cross_entropy"}  # multiplies by the weights of
 _TORCH_LOSSES = TORCH_LOSS_FUNCTIONS.union(nn.modules.loss.__all__)
 _PRODUCTS = {"matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "tensordot", "addmm", "baddbmm", "linear"}
 """Names of functions and methods whose operands must have one dtype."""
+_NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+_NORM_NAME = re.compile(r"Norm(\d+[a-z]?|Gated|PerHead|Layer)*$", re.IGNORECASE)
+_ROTARY_NAME = re.compile(r"Rotary|Rope\w*Embedding", re.IGNORECASE)
+_FREQUENCIES = re.compile(r"(\w+_)?inv_freq")
+_LOSS_NAME = re.compile(r"(Loss|Criterion)$")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm, by its class or by the name of its class or a base class.
+
+    What holds other modules with tensors is a norm only if those are norms. By name alone, whole encoders
+    (Wav2Vec2EncoderStableLayerNorm) and norms that own linear layers would count.
+    """
+    if not isinstance(module, _NORM_CLASSES) and not _is_named(module, _NORM_NAME):
+        return False
+    inner = (part for part in module.modules() if part is not module and (part._parameters or part._buffers))
+    return all(map(is_norm, inner))
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Return whether a module is a rotary embedding by name, or has no parameters and a buffer named `inv_freq`.
+
+    Modules that hold others with tensors are not. A rotary embedding converts its own outputs, so it gets no hooks.
+    """
+    has_frequencies = not module._parameters and any(map(_FREQUENCIES.fullmatch, module._buffers))
+    if not has_frequencies and not _is_named(module, _ROTARY_NAME):
+        return False
+    inner = any(part._parameters or part._buffers for part in module.modules() if part is not module)
+    return not inner and not is_norm(module)
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Return whether a module is a loss, by the name of its class or a base class.
+
+    With parameters other than single numbers (a temperature), it is a part of the model.
+    """
+    if not _is_named(module, _LOSS_NAME):
+        return False
+    return not any(parameter.dim() for parameter in module.parameters()) and not (is_norm(module) or is_rotary(module))
+
+
+def is_model(module: nn.Module) -> bool:
+    """Return whether a module is a model by transformers' convention: its class has a `main_input_name`.
+
+    Code outside calls such a model directly: `generate` calls the encoder inside a model.
+    """
+    return hasattr(type(module), "main_input_name") or "main_input_name" in vars(module)
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
@@ -52,6 +100,10 @@ def is_code_of_transformers(module: nn.Module) -> bool:
 def is_code_of_a_library(module: nn.Module) -> bool:
     """Return whether a module's `forward` comes from a library of models whose losses are known."""
     return _library(module) in ("transformers", "sentence_transformers", "diffusers", "torch")
+
+
+def _is_named(module: nn.Module, name: re.Pattern[str]) -> bool:
+    return any(name.search(cls.__name__) for cls in type(module).__mro__)
 
 
 def _library(module: nn.Module) -> str:

@@ -2,12 +2,12 @@
 
 Every hook of a cast is a plain function or a frozen dataclass: pickle finds it by name, `deepcopy` keeps it, and a
 later cast recognizes it. The hook that rounds a model's inputs is in `input_downcast.py`, that of loss functions in
-`hooks/losses.py`.
+`losses.py`.
 """
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -66,15 +66,10 @@ _OUTPUT_DOWNCASTS = (downcast_outputs_to_bfloat16, downcast_outputs_to_float16)
 
 def install_input_upcast(module: nn.Module) -> bool:
     """Make a module get its floating inputs in FP32. Return whether the hook is new."""
-    if upcasts_inputs(module):
+    if upcast_inputs in module._forward_pre_hooks.values():
         return False
     module.register_forward_pre_hook(upcast_inputs, with_kwargs=True)
     return True
-
-
-def upcasts_inputs(module: nn.Module) -> bool:
-    """Return whether a cast has kept a module in FP32, so that it gets its floating inputs in FP32."""
-    return upcast_inputs in module._forward_pre_hooks.values()
 
 
 def install_output_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -95,7 +90,7 @@ def install_output_upcast(module: nn.Module) -> bool:
 def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
     """Make a model return FP32 to the code that calls it; with `next_to_loss`, even if it also returns a loss."""
     if next_to_loss:
-        remove_hooks(model, lambda hook: hook is upcast_model_outputs_without_loss)
+        remove_hooks(model, (upcast_model_outputs_without_loss,))
     if returns_float32(model):
         return
     # Last, after the hooks that round outputs.
@@ -111,26 +106,21 @@ def remove_model_output_upcast(module: nn.Module) -> bool:
     """Undo `install_model_output_upcast` and upcasts of outputs below. Return whether it was installed."""
     installed = returns_float32(module)
     for part in module.modules() if installed else ():
-        remove_hooks(part, lambda hook: hook in (*_MODEL_OUTPUT_UPCASTS, upcast_outputs))
+        remove_hooks(part, (*_MODEL_OUTPUT_UPCASTS, upcast_outputs))
     return installed
 
 
-def remove_conversion_hooks(module: nn.Module) -> None:
-    """Remove every hook of this file from a module."""
-    all_hooks = (upcast_inputs, upcast_outputs, *_OUTPUT_DOWNCASTS, *_MODEL_OUTPUT_UPCASTS)
-    remove_hooks(module, lambda hook: hook in all_hooks)
-
-
-def remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
-    """Remove the forward hooks and pre-hooks of a module for which `is_ours` is true."""
+def remove_hooks(module: nn.Module, hooks: Collection[Any] | None = None) -> None:
+    """Remove these forward hooks and pre-hooks of a module; by default, all that casts have installed."""
     for tables in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
     ):
-        hooks: dict[int, Any] = tables[0]
-        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
-            for table in tables:
-                table.pop(key, None)  # type: ignore[attr-defined]
+        found: dict[int, Any] = tables[0]
+        for key, hook in list(found.items()):
+            if hook in hooks if hooks is not None else str(getattr(hook, "__module__", "")).startswith(__package__):
+                for table in tables:
+                    table.pop(key, None)  # type: ignore[attr-defined]
 
 
 def _install_output_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:

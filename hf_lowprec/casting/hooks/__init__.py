@@ -1,1 +1,0 @@
-"""Hooks that convert what goes into and comes out of modules."""
