@@ -57,7 +57,7 @@ PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 for tool, others in TOOLS.items():
     MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in others)}
 OPTIM = (
-    *("cached_property", "private_torch_apis", "unwrap_optimizer", "sharding", "algorithm_interface", "arguments"),
+    *("cached_property", "private_torch_apis", "unwrap_optimizer", "sharding", "arguments", "algorithm_interface"),
     *("validation", "parameter_numbers", "plain_memory", "state", "step", "backends", "gradient_release", "offload"),
     *("optimizer", "algorithms", "optimizer_names"),
 )

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.arguments import Argument, complete_arguments, full_signature
 from hf_lowprec.optim.sharding import full_shape
 from hf_lowprec.rounding import MODES, State
 
 ParamGroup = dict[str, Any]
 """An entry of `optimizer.param_groups`."""
 
-Update = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+Values = SimpleNamespace
+"""The states or the scalars of a formula: FP32 values as attributes."""
+
+Step = tuple[Tensor, dict[str, Tensor]]
+"""The change of a weight, and the new states by name."""
+
+Update = Callable[..., Step]
 Formula = Callable[..., Tensor]
 
 
@@ -42,6 +50,10 @@ class Algorithm(torch.optim.Optimizer):
     """A static method with the arguments of `update`. Its means over rows and columns are states; `update` gets the
     inverse root of its estimate by them as the product of `state.row_factor` and `state.column_factor`."""
 
+    arguments: ClassVar[Mapping[str, Argument]] = {}
+    """What is valid for the algorithm's own arguments, where neither `COMMON` nor their default says it. Of a class
+    that is built, all its arguments, and its flags."""
+
     named_defaults: ClassVar[dict[str, Any]] = {}
     """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
 
@@ -50,6 +62,11 @@ class Algorithm(torch.optim.Optimizer):
 
     flags: ClassVar[tuple[str, ...]] = ()
     """Boolean keys of parameter groups that the constructor does not take."""
+
+    def __init_subclass__(cls) -> None:
+        """Complete `arguments`, and show the keywords that a constructor takes as `**shared` in its signature."""
+        cls.__signature__ = full_signature(cls)  # type: ignore[attr-defined]
+        cls.arguments = complete_arguments(cls)
 
     @property
     def skipped_steps(self) -> int:
@@ -81,8 +98,7 @@ class Algorithm(torch.optim.Optimizer):
         return bool(self.tensor_means(group)) or self.orthogonalizes(group)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
-        raise NotImplementedError
+        """Raise ValueError if hyperparameters, each of which is valid by itself, do not go together."""
 
     def state_device(self, param: Tensor) -> torch.device:
         """Where the states of `param` are."""

@@ -1,4 +1,7 @@
-"""The keyword arguments that all optimizers share, their values as text, and checks of values.
+"""The arguments of optimizers: one table says which values each has, how text is read, and where it can be set.
+
+`SHARED` are the keyword arguments of all optimizers, `COMMON` those of several algorithms. An algorithm says in
+`arguments` what is valid for its own; `complete_arguments` adds the defaults, which are in the signature.
 
 Every message names the argument, its value and what is valid. Checks of an argument of a parameter group are also told
 `where` it is, such as "param group 0".
@@ -6,16 +9,20 @@ Every message names the argument, its value and what is valid. Checks of an argu
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import numbers
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
+from torch import Tensor
 
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
 
@@ -25,84 +32,119 @@ Backend = Literal["auto", "triton", "native", "eager"]
 Clip = Literal["exact", "delayed"]
 """The values of the argument `clip`."""
 
+LARGEST = torch.finfo(torch.float32).max
+"""The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
 
-class Shared(TypedDict, total=False):
-    """The keyword arguments that every algorithm passes on to `LowPrecisionOptimizer`, which documents them."""
-
-    rounding: Rounding
-    state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
-    state_rounding: StateRounding
-    seed: int
-    first_parameter: int | None
-    backend: Backend
-    max_grad_norm: float | None
-    skip_nonfinite: bool
-    gradient_release: bool
-    clip: Clip
-    offload_states: bool
-    offload_gradients: bool
-
-
-def full_signature(algorithm: type, base: type) -> inspect.Signature:
-    """The signature of `algorithm` with `**shared` replaced by the keywords of `base`.
-
-    It makes `help()`, editors and `inspect.signature` show them. `LowPrecisionOptimizer.__init_subclass__` sets it.
-    """
-    parameters_of_init = inspect.signature(algorithm.__init__).parameters.values()  # type: ignore[misc]
-    shared = inspect.signature(base.__init__).parameters  # type: ignore[misc]
-    parameters = [p for p in parameters_of_init if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-    if algorithm.__init__ is not base.__init__ and any(p.kind is p.VAR_KEYWORD for p in parameters_of_init):  # type: ignore[misc]
-        parameters += [shared[name] for name in Shared.__annotations__]
-    return inspect.Signature(parameters)
-
-
-def keywords(cls: Any) -> dict[str, Any]:
-    """The keyword arguments of an optimizer class and their defaults. The result is cached: do not modify it."""
-    return _keywords(cls)
-
-
-@functools.cache  # a separate function, because to type checkers optimizer classes are not hashable
-def _keywords(cls: Any) -> dict[str, Any]:
-    parameters = inspect.signature(cls).parameters
-    return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
-
-
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _DTYPES = {
     **{"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32},
     "int8": torch.int8,
 }
-_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_READERS: dict[type, Callable[[str], Any]] = {bool: lambda text: _BOOLEANS[text.lower()], int: int, float: float}
-OPTIONAL: dict[str, type] = {"state_dtype": torch.dtype, "max_grad_norm": float, "beta1": float, "first_parameter": int}
-"""The types of the arguments that can be None. The type of another argument is that of its default."""
+READERS: dict[Any, Callable[[str], Any]] = {
+    float: float,
+    int: int,
+    bool: lambda text: _BOOLEANS[text.lower()],
+    Rounding: mode_name,
+}
+"""Functions from text to value, by the kind of argument. Text of other kinds is the value."""
 
 
-def value_of(cls: Any, name: str, value: Any) -> Any:
-    """The value of the argument `name` of the optimizer class `cls`, given as Python value or as text.
+@dataclass(frozen=True)
+class Argument:
+    """What is known of an argument.
 
-    Text is what configuration files and command lines hold: `"2e-5"`, `"false"`, `"0.9,0.95"`, `"int8"`, `"none"`.
-    Sequences of numbers and dtypes by state may be of any class, and hold text. Everything else is returned as it is,
-    even text that is no value of this argument: the checks of arguments refuse it.
+    Attributes:
+        kind: the type of its value, or of the items of a tuple: `float` for numbers that FP32 can hold, `int`, `bool`,
+            `torch.dtype`, a `Literal` for names; `object` for anything that text cannot express.
+        default: its default. If it is None, None is valid; if it is a tuple, so are sequences of the same length.
+        ge: numbers are at least this.
+        gt: numbers are greater than this.
+        lt: numbers are less than this.
+        le: numbers are at most this.
+        per_group: whether param groups can set it.
     """
-    if name in OPTIONAL and _is_none(value):
-        return None
-    if name == "rounding":
-        return mode_name(value)
-    if name == "state_dtype":
-        if isinstance(value, str) and ":" in value:
-            value = dict(item.partition(":")[::2] for item in split_items(value))
-        return {key: dtype_of(each) for key, each in value.items()} if isinstance(value, Mapping) else dtype_of(value)
-    default = keywords(cls).get(name, True if name in cls.flags else None)
-    if isinstance(default, tuple):
-        items = split_items(value) if isinstance(value, str) else value
+
+    kind: Any = object
+    default: Any = None
+    ge: float = -math.inf
+    gt: float = -math.inf
+    lt: float = math.inf
+    le: float = math.inf
+    per_group: bool = True
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The valid names; empty if it is no `Literal`."""
+        return get_args(self.kind)
+
+    def value_of(self, given: Any) -> Any:
+        """The value, given as such or as text.
+
+        Text is what configuration files and command lines hold: `"2e-5"`, `"false"`, `"0.9,0.95"`, `"int8"`, `"none"`.
+        Sequences and mappings may be of any class, and hold text. What is no value is returned as it is: `check`
+        refuses it.
+        """
+        if not isinstance(self.default, tuple):
+            return None if self.default is None and _is_none(given) else self._read(given)
+        items = split_items(given) if isinstance(given, str) else given
         if not isinstance(items, Sequence):
-            return value
-        return tuple(None if None in default and _is_none(item) else _scalar(item, float) for item in items)
-    return _scalar(value, OPTIONAL.get(name, type(default)))
+            return given
+        return tuple(None if None in self.default and _is_none(item) else self._read(item) for item in items)
 
+    def _read(self, given: Any) -> Any:
+        if self.kind is torch.dtype:
+            if isinstance(given, str) and ":" in given:
+                given = dict(item.partition(":")[::2] for item in split_items(given))
+            if isinstance(given, Mapping):
+                return {state: dtype_of(dtype) for state, dtype in given.items()}
+            return dtype_of(given)
+        if not isinstance(given, str):
+            return bool(given) if _is_boolean(given) else given
+        try:
+            return READERS[self.kind](given.strip())
+        except (KeyError, ValueError):
+            return given
 
-def _is_none(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().lower() in ("none", "null")
+    def check(self, name: str, value: Any, where: str = "") -> None:
+        """Raise ValueError unless `value` is valid. Dtypes are checked where the states are known."""
+        if not isinstance(self.default, tuple):
+            if value is not None or self.default is not None:
+                self._check_one(name, value, where)
+            return
+        if not isinstance(value, tuple | list) or len(value) != len(self.default):
+            raise ValueError(
+                f"{name}={value!r}{_in(where)} is invalid; it must be {len(self.default)} numbers, as {self.default}"
+            )
+        for k, (item, default) in enumerate(zip(value, self.default, strict=True)):
+            if item is not None or default is not None:
+                self._check_one(f"{name}[{k}]", item, where)
+
+    def _check_one(self, name: str, value: Any, where: str) -> None:
+        kind = self.kind
+        if kind is float or kind is int:
+            self._check_number(name, value, where)
+        elif kind is bool:
+            if not _is_boolean(value):
+                raise ValueError(f"{name}={value!r}{_in(where)} is not True or False")
+        elif self.names and value not in self.names:
+            raise ValueError(f"{name}={value!r}{_in(where)} is unknown; valid are {', '.join(map(repr, self.names))}")
+
+    def _check_number(self, name: str, value: Any, where: str) -> None:
+        if self.kind is int and not _is_integer(value):
+            raise ValueError(f"{name}={value!r}{_in(where)} is not an integer")
+        if type(value) is float or type(value) is int:
+            number = value
+        elif isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1:
+            return  # never wait for a device in a step
+        else:
+            number = _as_float(value)
+        too_large = self.kind is float and abs(number) > LARGEST
+        if too_large or not (self.ge <= number < self.lt and self.gt < number <= self.le):
+            limits = {">=": self.ge, ">": self.gt, "<": self.lt, "<=": self.le}
+            words = " and ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if math.isfinite(limit))
+            noun = f"{'an integer' if self.kind is int else 'a number'} {words}".strip()
+            finite = " that FP32 can hold (up to 3.4e38)" if too_large else ""
+            raise ValueError(f"{name}={_short_repr(value)} is invalid; it must be {noun}{finite}")
 
 
 def split_items(text: str) -> list[str]:
@@ -116,47 +158,31 @@ def dtype_of(value: Any) -> Any:
     return _DTYPES.get(value.strip().lower().removeprefix("torch."), value) if isinstance(value, str) else value
 
 
-def _scalar(value: Any, kind: type) -> Any:
+def _in(where: str) -> str:
+    return f" in {where}" if where else ""
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() in ("none", "null")
+
+
+def _is_boolean(value: Any) -> bool:
+    """Return whether `value` is a Python or NumPy boolean."""
+    cls = type(value)
+    return cls is bool or (cls.__module__ == "numpy" and cls.__name__ in ("bool", "bool_"))
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether `value` is an integer of any type; booleans do not count."""
     try:
-        return _READERS[kind](value.strip()) if isinstance(value, str) else value
-    except (KeyError, ValueError):
-        return value
-
-
-LARGEST = torch.finfo(torch.float32).max
-"""The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
-FOREIGN_ARGUMENTS = {
-    "foreach": "a step handles all parameters together in any case; remove it",
-    "fused": "every backend is fused, so there is nothing to choose; remove it",
-    "capturable": "steps are not captured in CUDA graphs; remove it",
-    "differentiable": "rounding has no useful gradient, so steps are not differentiable; remove it or use torch's",
-    "kahan_sum": "the rounding mode is an argument of its own; use rounding='kahan'",
-    "bf16_stochastic_round": "the rounding mode is an argument of its own; use rounding='stochastic'",
-    "decouple_lr": "weight decay is multiplied by the learning rate; use weight_decay=d / lr with the highest lr",
-}
-"""Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
-EXECUTION_ARGUMENTS = {
-    *("backend", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip"),
-    "offload_states",
-    "offload_gradients",
-}
-"""Arguments that apply to the whole optimizer and cannot be set per parameter group."""
-
-
-def check_range(name: str, value: Any, low: float, high: float = float("inf")) -> None:
-    """Raise ValueError unless `value` is a real number with `low <= value < high` that FP32 can hold."""
-    number = _as_float(value)
-    if not (low <= number < high and abs(number) <= LARGEST):
-        lower = "" if low == float("-inf") else f" >= {low:g}"
-        upper = "" if high == float("inf") else f" and < {high:g}"
-        finite = " that FP32 can hold (up to 3.4e38)" if abs(number) > LARGEST else ""
-        raise ValueError(f"{name}={_short_repr(value)} is invalid; it must be a number{lower}{upper}{finite}")
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _as_float(value: Any) -> float:
     """Convert `value` to float; NaN unless it is one real number."""
-    if type(value) is float:
-        return value
     if hasattr(value, "item"):  # a tensor or a NumPy number
         try:
             value = value.item()
@@ -177,98 +203,158 @@ def _short_repr(value: Any) -> str:
     return repr(value)
 
 
-def check_betas(betas: Iterable[Any]) -> None:
-    """Raise ValueError unless each of `betas` is a number in [0, 1)."""
-    for k, beta in enumerate(betas):
-        check_range(f"betas[{k}]", beta, 0.0, 1.0)
+class Shared(TypedDict, total=False):
+    """The types of `SHARED`, the keyword arguments of every optimizer, which `LowPrecisionOptimizer` documents."""
+
+    rounding: Rounding
+    state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
+    state_rounding: StateRounding
+    seed: int
+    first_parameter: int | None
+    backend: Backend
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    gradient_release: bool
+    clip: Clip
+    offload_states: bool
+    offload_gradients: bool
 
 
-def check_one_of(name: str, value: Any, valid: tuple[str, ...], where: str = "") -> None:
-    """Raise ValueError unless `value` is one of the strings in `valid`."""
-    if value not in valid:
-        raise ValueError(f"{name}={value!r}{_in(where)} is unknown; valid are {', '.join(map(repr, valid))}")
+SHARED = {
+    "rounding": Argument(Rounding, "kahan"),
+    "state_dtype": Argument(torch.dtype),
+    "state_rounding": Argument(StateRounding, "stochastic"),
+    "seed": Argument(int, 0),
+    "first_parameter": Argument(int, ge=0),
+    "backend": Argument(Backend, "auto", per_group=False),
+    "max_grad_norm": Argument(float, gt=0, per_group=False),
+    "skip_nonfinite": Argument(bool, False, per_group=False),
+    "gradient_release": Argument(bool, False, per_group=False),
+    "clip": Argument(Clip, "exact", per_group=False),
+    "offload_states": Argument(bool, False, per_group=False),
+    "offload_gradients": Argument(bool, False, per_group=False),
+}
+COMMON = {
+    "lr": Argument(float),  # schedulers may take it below zero, as in torch
+    "betas": Argument(float, ge=0, lt=1),
+    "eps": Argument(float, ge=0),
+    "weight_decay": Argument(float, ge=0),
+}
+EXECUTION_ARGUMENTS = tuple(name for name, argument in SHARED.items() if not argument.per_group)
+"""Arguments that apply to the whole optimizer and cannot be set per parameter group."""
+
+FOREIGN_ARGUMENTS = {
+    "foreach": "a step handles all parameters together in any case; remove it",
+    "fused": "every backend is fused, so there is nothing to choose; remove it",
+    "capturable": "steps are not captured in CUDA graphs; remove it",
+    "differentiable": "rounding has no useful gradient, so steps are not differentiable; remove it or use torch's",
+    "kahan_sum": "the rounding mode is an argument of its own; use rounding='kahan'",
+    "bf16_stochastic_round": "the rounding mode is an argument of its own; use rounding='stochastic'",
+    "decouple_lr": "weight decay is multiplied by the learning rate; use weight_decay=d / lr with the highest lr",
+}
+"""Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
+
+_FREED = "gradient_release=True frees gradients during the backward pass"
+EXCLUSIONS: list[tuple[Callable[[Any], bool], str]] = [
+    (
+        lambda given: given.clip == "delayed" and not given.gradient_release,
+        "clip='delayed' is only for gradient_release=True; without it, clip='exact' clips by the norm of the step "
+        "itself, at the same cost",
+    ),
+    (
+        lambda given: given.clip == "delayed" and given.max_grad_norm is None,
+        "clip='delayed' needs max_grad_norm, the norm to which it clips",
+    ),
+    (
+        lambda given: given.gradient_release and given.clip == "exact" and given.max_grad_norm is not None,
+        "max_grad_norm={max_grad_norm!r} with clip='exact' needs all gradients before the first parameter is stepped, "
+        f"but {_FREED}; use clip='delayed', which clips by the norm of the step before, or StableAdamW, which clips "
+        "each tensor's update by itself, without max_grad_norm",
+    ),
+    (
+        lambda given: given.gradient_release and given.skip_nonfinite,
+        f"skip_nonfinite=True needs all gradients to decide, but {_FREED}; use one of the two",
+    ),
+    (
+        lambda given: given.offload_gradients and not given.offload_states,
+        "offload_gradients=True moves gradients to where the states are; add offload_states=True",
+    ),
+    (
+        lambda given: given.offload_gradients and given.gradient_release,
+        "offload_gradients=True keeps gradients on the host until step(), but gradient_release=True steps during the "
+        "backward pass; use one of the two. gradient_release=True overlaps more, and needs no host memory for "
+        "gradients; offload_gradients=True clips exactly and accumulates micro-batches",
+    ),
+    (
+        lambda given: given.offload_states and given.backend == "triton",
+        "backend='triton' steps on a GPU, but offload_states=True steps on the CPU; use 'auto'",
+    ),
+]
+"""Which `EXECUTION_ARGUMENTS` exclude each other, and what to do instead."""
 
 
-def check_boolean(name: str, value: Any, where: str = "") -> None:
-    """Raise ValueError unless `value` is a Python or NumPy boolean."""
-    cls = type(value)
-    if cls is not bool and (cls.__module__, cls.__name__.rstrip("_")) != ("numpy", "bool"):
-        raise ValueError(f"{name}={value!r}{_in(where)} is not True or False")
+def check_execution_arguments(optimizer: Any) -> None:
+    """Raise ValueError if one of the `EXECUTION_ARGUMENTS` of `optimizer` is invalid, or excluded by another one."""
+    for name in EXECUTION_ARGUMENTS:
+        SHARED[name].check(name, getattr(optimizer, name))
+    for excluded, message in EXCLUSIONS:
+        if excluded(optimizer):
+            raise ValueError(message.format(max_grad_norm=optimizer.max_grad_norm))
 
 
-def _in(where: str) -> str:
-    return f" in {where}" if where else ""
+def hint(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about the unknown argument `name`: what to use instead, or the closest of `valid`."""
+    if name in FOREIGN_ARGUMENTS:
+        return f": {FOREIGN_ARGUMENTS[name]}"
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def check_integer(name: str, value: Any, where: str = "") -> None:
-    """Raise ValueError unless `value` is an integer of any type; booleans do not count."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r}{_in(where)} is not an integer") from None
-
-
-def check_max_norm(name: str, value: Any) -> None:
-    """Raise ValueError unless gradients can be clipped to the norm `value`, a number above 0."""
-    check_range(name, value, 0.0)
-    if value == 0:
-        raise ValueError(f"{name}={value!r} would take no step at all; it must be greater than 0")
-
-
-def check_execution_arguments(max_grad_norm: Any, skip_nonfinite: Any) -> None:
-    """Raise ValueError if one of these `EXECUTION_ARGUMENTS` is invalid."""
-    check_boolean("skip_nonfinite", skip_nonfinite)
-    if max_grad_norm is not None:
-        check_max_norm("max_grad_norm", max_grad_norm)
-
-
-def check_gradient_release(gradient_release: Any, clip: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
-    """Raise ValueError if `gradient_release` or `clip` is invalid, or excluded by one of the other arguments."""
-    check_boolean("gradient_release", gradient_release)
-    check_one_of("clip", clip, get_args(Clip))
-    if clip == "delayed" and not gradient_release:
-        raise ValueError(
-            "clip='delayed' is only for gradient_release=True; without it, clip='exact' clips by the norm of the step "
-            "itself, at the same cost"
+def full_signature(cls: Any) -> inspect.Signature:
+    """The signature of an optimizer class with `**shared` replaced by `SHARED`, for `help()`, editors and `inspect`."""
+    own = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
+    named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
+    shared = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=argument.default,
+            annotation=Shared.__annotations__[name].__forward_arg__,
         )
-    if clip == "delayed" and max_grad_norm is None:
-        raise ValueError("clip='delayed' needs max_grad_norm, the norm to which it clips")
-    if not gradient_release:
-        return
-    freed = "gradient_release=True frees gradients during the backward pass"
-    if max_grad_norm is not None and clip == "exact":
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm!r} with clip='exact' needs all gradients before the first parameter is "
-            f"stepped, but {freed}; use clip='delayed', which clips by the norm of the step before, or StableAdamW, "
-            "which clips each tensor's update by itself, without max_grad_norm"
-        )
-    if skip_nonfinite:
-        raise ValueError(f"skip_nonfinite=True needs all gradients to decide, but {freed}; use one of the two")
+        for name, argument in SHARED.items()
+    ]
+    return inspect.Signature(named if len(named) == len(own) else named + shared)
 
 
-def check_offload(offload_states: Any, offload_gradients: Any, backend: Any, gradient_release: Any) -> None:
-    """Raise ValueError if one of the first two is invalid, or excluded by one of the other arguments."""
-    check_boolean("offload_states", offload_states)
-    check_boolean("offload_gradients", offload_gradients)
-    if offload_gradients and not offload_states:
-        raise ValueError("offload_gradients=True moves gradients to where the states are; add offload_states=True")
-    if offload_gradients and gradient_release:
-        raise ValueError(
-            "offload_gradients=True keeps gradients on the host until step(), but gradient_release=True steps during "
-            "the backward pass; use one of the two. gradient_release=True overlaps more, and needs no host memory for "
-            "gradients; offload_gradients=True clips exactly and accumulates micro-batches"
-        )
-    if offload_states and backend == "triton":
-        raise ValueError("backend='triton' steps on a GPU, but offload_states=True steps on the CPU; use 'auto'")
+def complete_arguments(cls: Any) -> dict[str, Argument]:
+    """The arguments of an optimizer class by name: those of its signature but for the parameters, and its flags.
+
+    What is valid is in `SHARED`, `COMMON` and the `arguments` of the class; else the default says it.
+    """
+    known = {**SHARED, **COMMON}
+    for base in reversed(cls.__mro__):
+        known |= vars(base).get("arguments", {})
+    defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+    return {
+        name: dataclasses.replace(known.get(name) or Argument(_kind(default)), default=default)
+        for name, default in {**defaults, **dict.fromkeys(cls.flags, True)}.items()
+        if name != "params"
+    }
 
 
-def check_unexpected_keywords(cls: type, unexpected: Iterable[str]) -> None:
-    """Raise TypeError for the first of `unexpected`, the keywords that `cls` does not take, if there are any."""
-    for name in unexpected:
-        if name in FOREIGN_ARGUMENTS:
-            raise TypeError(f"{cls.__name__} takes no {name}=: {FOREIGN_ARGUMENTS[name]}")
-        near = difflib.get_close_matches(name, keywords(cls), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
+def _kind(default: Any) -> Any:
+    """The kind of an argument with this default."""
+    if isinstance(default, tuple):
+        return float
+    return object if default is None else type(default)
+
+
+def values_of(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of what is `given`, by name, as Python values or text. What is no argument is returned as it is."""
+    known = cls.arguments
+    return {name: known[name].value_of(value) if name in known else value for name, value in given.items()}
+
+
+def keywords(cls: Any) -> dict[str, Any]:
+    """The keyword arguments of an optimizer class and their defaults."""
+    return {name: argument.default for name, argument in cls.arguments.items() if name not in cls.flags}

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from hf_lowprec.optim import arguments, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.arguments import Backend, Clip, full_signature
+from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.collector import GradientCollector, check_no_other_takes_gradients
 from hf_lowprec.optim.gradient_release.release import GradientRelease
@@ -36,7 +37,7 @@ from hf_lowprec.optim.step.fingerprint import params_of, warn_about_changed_dtyp
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
-from hf_lowprec.rounding import Rounding, StateRounding, mode_name
+from hf_lowprec.rounding import mode_name
 from hf_lowprec.rounding.attached_low_bits import low_bits_to_save, restore_saved_low_bits
 
 
@@ -46,11 +47,11 @@ class LowPrecisionOptimizer(Algorithm):
     All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the
     update. FP32 parameters are updated with the plain FP32 algorithm and FP32 states.
 
-    Arguments and options of groups may be text, see `arguments.value_of`; attributes and groups hold Python values.
+    Arguments and options of groups may be text, see `Argument.value_of`; attributes and groups hold Python values.
 
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
-        defaults: the algorithm's own hyperparameters.
+        defaults: the algorithm's own hyperparameters; its constructor passes `locals()`.
         rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"split"` (an int16
             remainder stores the rest of the exact FP32 weight), `"stochastic"` or `"sr"` (unbiased, no extra state) or
             `"nearest"`. `"split"` and `"stochastic"` take BF16 parameters only. This argument and the next four may
@@ -97,50 +98,19 @@ class LowPrecisionOptimizer(Algorithm):
     offloaded_gradients: OffloadedGradients | None
     """Moves gradients to the host; None if they stay where they are."""
 
-    def __init_subclass__(cls) -> None:
-        """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
-        cls.__signature__ = full_signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
-
-    def __init__(
-        self,
-        params: Any,
-        defaults: ParamGroup,
-        *,
-        rounding: Rounding = "kahan",
-        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        state_rounding: StateRounding = "stochastic",
-        seed: int = 0,
-        first_parameter: int | None = None,
-        backend: Backend = "auto",
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        gradient_release: bool = False,
-        clip: Clip = "exact",
-        offload_states: bool = False,
-        offload_gradients: bool = False,
-        **unexpected: Any,
-    ) -> None:
-        arguments.check_unexpected_keywords(type(self), unexpected)
-        value_of = functools.partial(arguments.value_of, type(self))
-        first_parameter = value_of("first_parameter", first_parameter)
-        skip_nonfinite = value_of("skip_nonfinite", skip_nonfinite)
-        gradient_release = value_of("gradient_release", gradient_release)
-        max_grad_norm = value_of("max_grad_norm", max_grad_norm)
-        offload_states = value_of("offload_states", offload_states)
-        offload_gradients = value_of("offload_gradients", offload_gradients)
-        selection.check_backend(backend)
-        arguments.check_execution_arguments(max_grad_norm, skip_nonfinite)
-        arguments.check_gradient_release(gradient_release, clip, max_grad_norm, skip_nonfinite)
-        arguments.check_offload(offload_states, offload_gradients, backend, gradient_release)
-        self.backend = backend
-        self.max_grad_norm = max_grad_norm
-        self.skip_nonfinite = skip_nonfinite
+    def __init__(self, params: Any, defaults: ParamGroup, **shared: Unpack[Shared]) -> None:
+        cls = type(self)
+        for name in (name for name in shared if name not in arguments.SHARED):
+            hint = arguments.hint(name, arguments.keywords(cls))
+            raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
+        own = {name: value for name, value in defaults.items() if name not in ("self", "params", "shared", "__class__")}
+        shared_defaults = {name: own.get(name, argument.default) for name, argument in arguments.SHARED.items()}
+        values = arguments.values_of(cls, {**own, **shared_defaults, **shared})
+        for name in arguments.EXECUTION_ARGUMENTS:
+            setattr(self, name, values.pop(name))
+        arguments.check_execution_arguments(self)
+        selection.check_can_run(self.backend)
         self.skipped_before = 0
-        """Steps that were skipped before this optimizer was loaded."""
-        self.gradient_release = bool(gradient_release)
-        self.clip = clip
-        self.offload_states = bool(offload_states)
-        self.offload_gradients = bool(offload_gradients)
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
@@ -149,16 +119,10 @@ class LowPrecisionOptimizer(Algorithm):
         """Called by `step_part` with its plan, which has gradients, scalars, clip factors and tensor means."""
         self._forget_plan()
         self.release = self.offloaded_gradients = None  # `add_param_group` reads them, which torch calls
-        defaults = {
-            **defaults,
-            "rounding": rounding,
-            "state_dtype": state_dtype,
-            "state_rounding": state_rounding,
-            "seed": seed,
-            **({} if first_parameter is None else {"first_parameter": first_parameter}),
-        }
-        super().__init__(params, {name: value_of(name, value) for name, value in defaults.items()})
-        if first_parameter is None:
+        if is_first := values["first_parameter"] is None:
+            del values["first_parameter"]
+        super().__init__(params, values)
+        if is_first:
             parameter_numbers.number_if_single(self)
         self._collect_gradients()
 
@@ -344,7 +308,7 @@ class LowPrecisionOptimizer(Algorithm):
     def check_gradient_release(self) -> None:
         """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
         self._check_groups()
-        arguments.check_gradient_release(self.release is not None, self.clip, self.max_grad_norm, self.skip_nonfinite)
+        arguments.check_execution_arguments(self)
 
     def stop_gradient_release(self) -> None:
         """Step all parameters in `step()` from now on, and let their gradients exist until then where they are.
@@ -467,7 +431,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: `max_norm` is not a number above 0; or with `clip="delayed"`, it is not `max_grad_norm`.
         """
         if max_norm != math.inf:
-            arguments.check_max_norm("max_norm", max_norm)
+            arguments.Argument(float, default=1.0, gt=0).check("max_norm", max_norm)
         if self.release is not None:
             return self.release.norm_for_clipping(max_norm)
         return self._compute_norm(max_norm).norm_before
@@ -520,7 +484,7 @@ class LowPrecisionOptimizer(Algorithm):
         undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             group = self.param_groups[-1]
-            group.update({key: arguments.value_of(type(self), key, value) for key, value in group.items()})
+            group.update(arguments.values_of(type(self), group))
             where = f"param group {len(self.param_groups) - 1}"
             validation.check_new_group(self, group, where)
         except Exception:

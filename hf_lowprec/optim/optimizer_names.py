@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.arguments import FOREIGN_ARGUMENTS, keywords, value_of
+from hf_lowprec.optim.arguments import hint, keywords, values_of
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding.modes import SHORT_NAMES
 
@@ -47,8 +47,7 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     algorithm, suffix = name.split("_bf16_")
     cls = _CLASSES[algorithm]
     check_keywords(overrides, keywords(cls), f"{name!r}")
-    given = {**cls.named_defaults, "rounding": SUFFIXES[suffix], **overrides}
-    kwargs = {name: value_of(cls, name, value) for name, value in given.items()}
+    kwargs = values_of(cls, {**cls.named_defaults, "rounding": SUFFIXES[suffix], **overrides})
     checked = {name: value for name, value in kwargs.items() if name != "matrices"}  # these are checked with `params`
     param = torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu", requires_grad=True)
     # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.
@@ -76,8 +75,4 @@ def check_keywords(names: Iterable[str], valid: Iterable[str], where: str) -> No
     valid = list(valid)
     for name in names:
         if name not in valid:
-            if name in FOREIGN_ARGUMENTS:
-                raise ValueError(f"{name!r} is not an argument of {where}: {FOREIGN_ARGUMENTS[name]}")
-            near = difflib.get_close_matches(name, valid, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"{name!r} is not an argument of {where}{hint}; valid are {', '.join(valid)}")
+            raise ValueError(f"{name!r} is not an argument of {where}{hint(name, valid)}; valid are {', '.join(valid)}")

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import flat_part
-from hf_lowprec.optim.validation import first_parameter
 
 _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
@@ -61,4 +60,4 @@ def number_of(param: Any, position: int, group: ParamGroup) -> int:
         group: its param group.
     """
     part = flat_part(param)
-    return (position if part is None else part.number) + operator.index(first_parameter(group))
+    return (position if part is None else part.number) + operator.index(group.get("first_parameter") or 0)

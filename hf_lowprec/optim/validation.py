@@ -5,28 +5,17 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.arguments import (
-    EXECUTION_ARGUMENTS,
-    FOREIGN_ARGUMENTS,
-    LARGEST,
-    check_boolean,
-    check_integer,
-    check_one_of,
-    check_range,
-    keywords,
-)
+from hf_lowprec.optim.arguments import EXECUTION_ARGUMENTS, LARGEST, Argument, hint
 from hf_lowprec.optim.sharding import check_placements, full_shape, is_sharded, local_shard, placements_of_mean
-from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
+from hf_lowprec.rounding import MODES, State
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
@@ -41,7 +30,7 @@ def group_keys(optimizer: Algorithm) -> set[str]:
 
     `optimizer.defaults` may have further keys: torch adds some when an optimizer is unpickled.
     """
-    return optimizer.defaults.keys() & {*keywords(type(optimizer)), *optimizer.flags}
+    return optimizer.defaults.keys() & optimizer.arguments.keys()
 
 
 def check_new_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
@@ -53,7 +42,8 @@ def check_new_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None
         where: its name in messages, such as "param group 0".
     """
     check_group_keys(optimizer, group, where)
-    check_group(optimizer, group, where, least_lr=0.0)
+    Argument(float, default=0.0, ge=0).check("lr", group["lr"])
+    check_group(optimizer, group, where)
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":
         check_scalars(group, optimizer.scalars(group, float(group["lr"]), 1))
     for param in group["params"]:
@@ -76,73 +66,37 @@ def check_group_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> Non
 
     Other unknown keys belong to the user and are left alone.
     """
-    arguments = group_keys(optimizer)
     name = type(optimizer).__name__
-    unknown = group.keys() - optimizer.defaults.keys() - arguments
-    for key in sorted(map(str, unknown - {"params"})):
-        if key in FOREIGN_ARGUMENTS:
-            raise ValueError(f"{key!r} in {where} is not an option of {name}: {FOREIGN_ARGUMENTS[key]}")
+    arguments = group_keys(optimizer)
+    for key in sorted(map(str, group.keys() - optimizer.defaults.keys() - arguments - {"params"})):
         if key in EXECUTION_ARGUMENTS:
             raise ValueError(f"{key!r} in {where} cannot be set per group; pass it to {name}(...)")
-        if near := difflib.get_close_matches(key, arguments, n=1, cutoff=0.85):
-            raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")
+        if way_out := hint(key, arguments, cutoff=0.85):
+            raise ValueError(f"{key!r} in {where} is not an argument of {name}{way_out}")
 
 
-def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: float = float("-inf")) -> None:
+def check_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     """Raise ValueError if a setting of `group` is not supported. Its parameters are not checked.
 
-    Called before every step, since schedulers and users change groups. As in torch, a scheduler may set a negative
-    learning rate; for a new group, pass `least_lr=0.0`.
+    Called before every step, since schedulers and users change groups.
     """
-    check_one_of("rounding", group["rounding"], get_args(Rounding), where)
-    if optimizer.offload_states and optimizer.needs_whole_tensors(group):
-        raise ValueError(
-            f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW, Adam, "
-            "RAdam, Lion, Adan or SGD"
-        )
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
             f"state_rounding={group['state_rounding']!r} in {where} comes from a group of state_dict(), which "
             "cannot be put into param_groups; use load_state_dict"
         )
-    check_one_of("state_rounding", group["state_rounding"], get_args(StateRounding), where)
-    check_integer("seed", group["seed"], where)
-    first = first_parameter(group)
-    check_integer("first_parameter", first, where)
-    if first < 0:
-        raise ValueError(f"first_parameter={first!r} in {where} is invalid; it must be an integer >= 0")
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
-    if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # never wait for a device in a step
-        check_range("lr", group["lr"], least_lr)
-    cls: Any = type(optimizer)
-    for name, default in _booleans_and_tuples(cls).items():
-        if isinstance(default, bool) and name in group:
-            check_boolean(name, group[name], where)
-        if isinstance(default, tuple) and name in group:
-            _check_length(name, group[name], default, where)
+    for name, argument in optimizer.arguments.items():
+        if name in group:
+            argument.check(name, group[name], where)
+    if optimizer.offload_states and optimizer.needs_whole_tensors(group):
+        raise ValueError(
+            f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW, Adam, "
+            "RAdam, Lion, Adan or SGD"
+        )
     optimizer.check_hyperparameters(group)
     states = optimizer.states(group)
     _check_state_dtype(group["state_dtype"], optimizer, group, where)
     _check_8_bits(group, states, where)
-
-
-@functools.cache
-def _booleans_and_tuples(cls: Any) -> dict[str, bool | tuple[Any, ...]]:
-    """The defaults of a class's keywords and flags that are booleans or tuples; flags count as booleans."""
-    defaults = {**keywords(cls), **dict.fromkeys(cls.flags, True)}
-    return {name: default for name, default in defaults.items() if isinstance(default, bool | tuple)}
-
-
-def first_parameter(group: ParamGroup) -> int:
-    """The number of the optimizer's first parameter; a parameter's number selects its random bits."""
-    first = group.get("first_parameter")
-    return 0 if first is None else first
-
-
-def _check_length(name: str, value: Any, default: tuple[float, ...], where: str) -> None:
-    if not isinstance(value, tuple | list) or len(value) != len(default):
-        raise ValueError(f"{name}={value!r} in {where} is invalid; it must be {len(default)} numbers, as {default}")
 
 
 def _check_state_dtype(value: Any, optimizer: Algorithm, group: ParamGroup, where: str) -> None:

@@ -133,7 +133,7 @@ def test_a_flag_of_a_group_is_text():
         ("state_dtype", "float8", r"state_dtype='float8' .*; use bfloat16, float32 or int8, or one for each state"),
         ("state_dtype", "exp_avg:float8", r"state_dtype='float8' .*use bfloat16, float32 or int8"),
         ("state_dtype", "exp_avg:int8|float32", r"state_dtype names the state 'float32' .*has exp_avg, exp_avg_sq"),
-        ("max_grad_norm", "high", r"max_grad_norm='high' is invalid; it must be a number >= 0"),
+        ("max_grad_norm", "high", r"max_grad_norm='high' is invalid; it must be a number > 0"),
         ("skip_nonfinite", "maybe", r"skip_nonfinite='maybe' is not True or False"),
         ("gradient_release", "maybe", r"gradient_release='maybe' is not True or False"),
     ],

@@ -135,11 +135,11 @@ REFUSED = [
     ({}, [(4,)], r"not a parameter of shape \(4,\); pass matrices="),
     ({"momentum": 1.0}, [(4, 4)], "momentum=1.0 is invalid"),
     ({"ns_steps": 0}, [(4, 4)], "ns_steps=0 is invalid"),
-    ({"ns_steps": 5.0}, [(4, 4)], "ns_steps=5.0 is invalid; it must be an integer"),
+    ({"ns_steps": 5.0}, [(4, 4)], "ns_steps=5.0 in param group 0 is not an integer"),
     ({"ns_coefficients": (1.0, math.nan, 2.0)}, [(4, 4)], r"ns_coefficients\[1\]=nan is invalid"),
     ({"matrices": [torch.zeros(4, 4)]}, [(4, 4)], "none of matrices= is among the parameters"),
     ({"ns_eps": -1.0}, [(4, 4)], "ns_eps=-1.0 is invalid"),
-    ({"adjust_lr_fn": "match"}, [(4, 4)], "adjust_lr_fn='match' in Muon is unknown; valid are 'original'"),
+    ({"adjust_lr_fn": "match"}, [(4, 4)], "adjust_lr_fn='match' in param group 0 is unknown; valid are 'original'"),
 ]
 
 
@@ -153,7 +153,11 @@ def test_what_cannot_be_stepped_is_refused(options, shapes, message):
     ("group", "error", "message"),
     [
         ({"use_muon": "maybe"}, ValueError, "use_muon='maybe' in param group 0 is not True or False"),
-        ({"use_moun": False}, ValueError, "'use_moun' in param group 0 is not an argument of Muon; is it 'use_muon'"),
+        (
+            {"use_moun": False},
+            ValueError,
+            "'use_moun' in param group 0 is not an argument.*did you mean 'use_muon'",
+        ),
         ({"params": set(parameters([(4, 4)]))}, TypeError, "set"),
     ],
     ids=str,

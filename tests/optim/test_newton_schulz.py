@@ -86,7 +86,7 @@ def batch_sizes(monkeypatch) -> list[int]:
 
 
 def keeps_bits(count: int, shape: tuple[int, int]) -> bool:
-    return newton_schulz.batch_keeps_bits(count, *shape, CPU)
+    return newton_schulz.batch_keeps_bits(count, shape, CPU)
 
 
 @pytest.mark.parametrize("options", [{"rounding": "kahan"}, {"rounding": "split"}, {"max_grad_norm": 0.1}], ids=str)
@@ -156,7 +156,7 @@ def test_batches_are_tried_on_the_cpu_whatever_the_default_device():
 
 
 def test_nothing_is_batched_elsewhere():
-    assert not newton_schulz.batch_keeps_bits(2, 64, 64, torch.device("meta"))
+    assert not newton_schulz.batch_keeps_bits(2, (64, 64), torch.device("meta"))
 
 
 def peak(shapes: list[tuple[int, ...]]) -> int:

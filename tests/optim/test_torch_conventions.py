@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, Adan, Lion, Muon, Prodigy, RAdam, ScheduleFreeAdamW
+from hf_lowprec.optim.arguments import READERS
+from hf_lowprec.rounding import Rounding
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,7 +40,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned():
 def test_adding_a_group_does_not_look_at_the_others(monkeypatch):
     """Thousands of groups, one for each parameter, would take time that grows with the square of their number."""
     looks = []
-    monkeypatch.setattr("hf_lowprec.optim.arguments.mode_name", lambda name: looks.append(name) or name)
+    monkeypatch.setitem(READERS, Rounding, lambda name: looks.append(name) or name)
     AdamW([{"params": [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]} for _ in range(20)])
     assert len(looks) == 1 + 20
 

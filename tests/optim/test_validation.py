@@ -82,9 +82,9 @@ def test_numbers_of_every_type_are_accepted(kind):
 @pytest.mark.parametrize("value", [True, False, None])
 def test_arguments_of_other_libraries_are_answered(cls, name, why, value):
     params = [nn.Parameter(torch.ones(3, 3))]
-    with pytest.raises(TypeError, match=f"{cls.__name__} takes no {name}=: {why}"):
+    with pytest.raises(TypeError, match=f"{cls.__name__} got an unexpected keyword argument '{name}': {why}"):
         cls(params, **{name: value})
-    with pytest.raises(ValueError, match=f"'{name}' in param group 0 is not an option of {cls.__name__}: {why}"):
+    with pytest.raises(ValueError, match=f"'{name}' in param group 0 is not an argument of {cls.__name__}: {why}"):
         cls([{"params": params, name: value}])
 
 
@@ -161,7 +161,7 @@ def test_a_learning_rate_that_a_scheduler_takes_below_zero_goes_on_as_in_torch(b
 
 
 def test_a_misspelt_group_key_is_named_and_foreign_keys_are_kept():
-    with pytest.raises(ValueError, match="'roundin' in param group 0 is not an argument of AdamW; is it 'rounding'"):
+    with pytest.raises(ValueError, match=r"'roundin' in param group 0 is not an argument of.*did you mean 'rounding'"):
         AdamW([{"params": bf16(), "roundin": "nearest"}])
     optimizer = AdamW([{"params": bf16(), "name": "decoder", "initial_lr": 1e-3}])
     assert optimizer.param_groups[0]["name"] == "decoder"

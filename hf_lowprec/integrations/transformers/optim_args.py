@@ -11,15 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.arguments import OPTIONAL, keywords, split_items, value_of
+from hf_lowprec.optim.arguments import Argument, split_items, values_of
 from hf_lowprec.optim.optimizer_names import check_keywords, optimizer_factory
 from hf_lowprec.rounding import MODES, mode_name
+
+_OF_CALLBACK = ("keep_fp32", "grad_accumulation", "check_replicas_every", "reduction")
+"""Keys that are options of `LowPrecisionCallback`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +63,22 @@ def optim_args_of(args: Any) -> OptimArgs:
 @functools.lru_cache(maxsize=16)  # both Trainer and transformers' dispatch table need it
 def _parsed_optim_args(name: str, text: str) -> OptimArgs:
     cls, _ = optimizer_factory(name)
-    options = option_strings(text)
-    check_keywords(options, dict.fromkeys([*_text_keywords(cls), *_PARSERS]), f"optim_args for optim={name!r}")
-    optimizer = {key: value_of(cls, key, value) for key, value in options.items() if key not in _PARSERS}
-    callback = {key: _parsed(key, value) for key, value in options.items() if key in _PARSERS}
-    if schedule := callback.pop("rounding", None):
-        optimizer["rounding"] = schedule.phases[0].mode
-        callback["rounding_schedule"] = schedule if len(schedule.phases) > 1 else None
-    return OptimArgs(MappingProxyType(optimizer), **callback)
+    options: dict[str, Any] = option_strings(text)
+    expressible = [key for key, argument in cls.arguments.items() if argument.kind is not object]
+    of_optimizer = [key for key in expressible if key not in cls.flags]
+    check_keywords(options, [*of_optimizer, *_OF_CALLBACK], f"optim_args for optim={name!r}")
+    of_callback = {key: options.pop(key) for key in _OF_CALLBACK if key in options}
+    if "keep_fp32" in of_callback:
+        of_callback["keep_fp32"] = tuple(filter(None, split_items(of_callback["keep_fp32"])))
+    if "check_replicas_every" in of_callback:
+        every = Argument(int, default=0)
+        of_callback["check_replicas_every"] = every.value_of(of_callback["check_replicas_every"])
+        every.check("check_replicas_every", of_callback["check_replicas_every"], "optim_args")
+    if "rounding" in options:
+        schedule = RoundingSchedule.parse(options["rounding"])
+        options["rounding"] = schedule.phases[0].mode
+        of_callback["rounding_schedule"] = schedule if len(schedule.phases) > 1 else None
+    return OptimArgs(MappingProxyType(values_of(cls, options)), **of_callback)
 
 
 def optimizer_name(args: Any) -> str:
@@ -89,23 +101,6 @@ def option_strings(text: str) -> dict[str, str]:
             raise ValueError(f"optim_args names {key!r} twice")
         options[key] = value
     return options
-
-
-def _text_keywords(cls: type[LowPrecisionOptimizer]) -> list[str]:
-    """The keyword arguments of `cls` that a string can express; a list of parameters, for example, is left out."""
-    return [key for key, default in keywords(cls).items() if default is not None or key in OPTIONAL]
-
-
-def _parsed(key: str, text: str) -> Any:
-    try:
-        return _PARSERS[key](text)
-    except ValueError:
-        raise ValueError(f"optim_args: {key}={text!r} cannot be parsed; {_EXPECTED[key]}") from None
-
-
-def join_numbers(numbers: tuple[float, ...]) -> str:
-    """Several numbers as the string value of one option."""
-    return "|".join(map(str, numbers))
 
 
 class Phase(NamedTuple):
@@ -136,17 +131,22 @@ class RoundingSchedule:
         Raises:
             ValueError: a mode is unknown, a share is missing, superfluous or out of range, or they add up to 1 or more.
         """
-        *first, last = ([part.strip() for part in phase.split(":")] for phase in split_items(text))
-        if any(len(phase) != 2 for phase in first) or len(last) != 1:
-            raise ValueError(text)
-        shares = [float(share) for _, share in first]
-        ends = [*itertools.accumulate(shares), 1.0]
-        modes = [mode_name(mode) for mode, *_ in (*first, last)]
-        if not all(mode in MODES for mode in modes) or not all(share > 0 for share in shares):
-            raise ValueError(text)
-        if shares and not ends[-2] < 1:
-            raise ValueError(text)
-        return cls(tuple(map(Phase, modes, ends)))
+        phases = [phase.split(":") for phase in split_items(text)]
+        modes = [mode_name(mode) for mode, *_ in phases]
+        try:
+            shares = [float(share) for _, share in phases[:-1]]
+            (_,) = phases[-1]
+        except ValueError:
+            shares = [math.nan]
+        ends = list(itertools.accumulate(shares))
+        valid = all(mode in MODES for mode in modes) and all(share > 0 for share in shares)
+        if not valid or (ends and ends[-1] >= 1):
+            raise ValueError(
+                f"optim_args: rounding={text!r} cannot be parsed; use one of {', '.join(map(repr, MODES))}, or a "
+                "schedule such as stochastic:0.8|kahan: modes separated by |, each but the last with its share of the "
+                "steps, and the shares less than 1 in total"
+            )
+        return cls(tuple(map(Phase, modes, [*ends, 1.0])))
 
     def mode(self, step: int, max_steps: int) -> str:
         """The mode of the step that follows `step` steps of a run of `max_steps`."""
@@ -165,21 +165,3 @@ class RoundingSchedule:
         *first, last = self.phases
         words = [f"{phase.mode} to step {round(phase.end * max_steps)}" for phase in first]
         return ", ".join([*words, f"then {last.mode}"])
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "keep_fp32": lambda text: tuple(filter(None, split_items(text))),
-    "grad_accumulation": str,
-    "check_replicas_every": int,
-    "reduction": str,
-    "rounding": RoundingSchedule.parse,
-}
-"""Options of `LowPrecisionCallback`, and `rounding`, which may be a schedule here."""
-_EXPECTED = {
-    "check_replicas_every": "use an integer",
-    "rounding": (
-        f"use one of {', '.join(map(repr, MODES))}, or a schedule such as stochastic:0.8|kahan: modes separated by |, "
-        "each but the last with its share of the steps, and the shares less than 1 in total"
-    ),
-}
-"""The end of the message when a parser fails."""

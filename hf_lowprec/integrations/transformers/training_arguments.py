@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_lowprec.integrations.transformers.optim_args import join_numbers, optim_args_of, optimizer_name
+from hf_lowprec.integrations.transformers.optim_args import optim_args_of, optimizer_name
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.optimizer_names import optimizer_factory
@@ -132,9 +132,10 @@ def _adam_fields(args: Any, open_defaults: Mapping[str, Any]) -> dict[str, Any]:
         kwargs["eps"] = changed["adam_epsilon"]
     if "betas" in open_defaults and (changed_betas := changed.keys() & {"adam_beta1", "adam_beta2"}):
         if len(open_defaults["betas"]) != 2:
+            as_text = "|".join(map(str, open_defaults["betas"]))
             raise ValueError(
                 f"{' and '.join(sorted(changed_betas))} cannot be used with optim={optimizer_name(args)!r}, which has "
-                f"{len(open_defaults['betas'])} betas; set optim_args='betas={join_numbers(open_defaults['betas'])}'"
+                f"{len(open_defaults['betas'])} betas; set optim_args='betas={as_text}'"
             )
         first, second = open_defaults["betas"]
         kwargs["betas"] = (changed.get("adam_beta1", first), changed.get("adam_beta2", second))

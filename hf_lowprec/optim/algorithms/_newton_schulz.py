@@ -84,18 +84,17 @@ def _panels(rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def batch_keeps_bits(count: int, rows: int, columns: int, device: torch.device) -> bool:
-    """Return whether `count` matrices of this shape get the same bits as a stack as they do one by one.
+def batch_keeps_bits(count: int, shape: torch.Size, device: torch.device) -> bool:
+    """Return whether `count` matrices of `shape` get the same bits as a stack as they do one by one.
 
     On a CPU, this is tried once. Elsewhere, libraries choose kernels by the size of the batch, and to ask would be to
     wait for the device: the answer is no.
     """
     if device.type != "cpu":
         return False
-    shape = min(rows, columns), max(rows, columns)
-    layouts = (False, True) if rows > columns else (False,)  # only the first iteration is on transposed matrices
+    layouts = (False, True) if shape[0] > shape[1] else (False,)  # only the first iteration is on transposed matrices
     settings = torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
-    return all(_products_keep_bits(count, *shape, transposed, settings) for transposed in layouts)
+    return all(_products_keep_bits(count, min(shape), max(shape), transposed, settings) for transposed in layouts)
 
 
 @functools.cache

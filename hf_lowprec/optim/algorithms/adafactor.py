@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup
-from hf_lowprec.optim.arguments import Shared, check_range
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values
+from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.step.factored_moments import COLUMN_MEAN, ROW_MEAN
 from hf_lowprec.rounding import State, sqrt_rn
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 _SMALLEST = 2.0**-126
 """The smallest normal FP32 number: the reciprocal of a smaller one overflows."""
@@ -59,6 +55,12 @@ class Adafactor(LowPrecisionOptimizer):
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
+    arguments: ClassVar = {
+        "beta2_decay": Argument(float, le=0),
+        "square_eps": Argument(float, ge=0),
+        "d": Argument(float, ge=1),
+        "beta1": Argument(float, ge=0, lt=1),
+    }
     named_defaults: ClassVar[dict[str, Any]] = {
         "eps": (0.0, 1e-3),
         "relative_step": False,
@@ -82,24 +84,7 @@ class Adafactor(LowPrecisionOptimizer):
         square_eps: float = 0.0,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
-        defaults |= {"weight_decay": weight_decay, "beta1": beta1, "relative_step": relative_step}
-        defaults |= {"scale_parameter": scale_parameter, "maximize": maximize, "square_eps": square_eps}
-        super().__init__(params, defaults, **shared)
-
-    def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
-        check_range("beta2_decay", group["beta2_decay"], -math.inf)
-        if group["beta2_decay"] > 0:
-            raise ValueError(f"beta2_decay={group['beta2_decay']!r} is invalid; it must be at most 0")
-        for k, eps in enumerate(group["eps"]):
-            if k or eps is not None:
-                check_range(f"eps[{k}]", eps, 0.0)
-        check_range("square_eps", group["square_eps"], 0.0)
-        check_range("d", group["d"], 1.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
-        if group["beta1"] is not None:
-            check_range("beta1", group["beta1"], 0.0, 1.0)
+        super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The means over rows and columns, or the second moment of a vector; and the momentum."""
@@ -140,36 +125,25 @@ class Adafactor(LowPrecisionOptimizer):
         return {"normalized_square": Adafactor.normalized_square, **scaled}
 
     @staticmethod
-    def factored(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
-    ) -> Tensor:
+    def factored(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
         """`g²`."""
         return grad * grad
 
     @staticmethod
-    def normalized_square(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
-    ) -> Tensor:
+    def normalized_square(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
         """`(g / max(√v, ε₁))²`."""
         normalized = _normalized(grad, state, scalars)
         return normalized * normalized
 
     @staticmethod
-    def weight_square(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, **options: bool
-    ) -> Tensor:
+    def weight_square(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
         """`w²`."""
         return weight * weight
 
     @staticmethod
     def update(
-        weight: Tensor,
-        grad: Tensor,
-        state: SimpleNamespace,
-        scalars: SimpleNamespace,
-        momentum: bool,
-        scale_parameter: bool,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        weight: Tensor, grad: Tensor, state: Values, scalars: Values, momentum: bool, scale_parameter: bool
+    ) -> Step:
         """`u = -(α·n / max(1, RMS(n)/d) + lr·wd·w)`, `n = g / max(√v, ε₁)`, `α` the step size, or its momentum."""
         states = {} if hasattr(state, "row_factor") else {"variance": _second_moment(grad, state, scalars)}
         clipped = sqrt_rn(scalars.normalized_square) * scalars.inverse_d
@@ -184,11 +158,11 @@ class Adafactor(LowPrecisionOptimizer):
         return -(change + weight * scalars.decay), states
 
 
-def _second_moment(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+def _second_moment(grad: Tensor, state: Values, scalars: Values) -> Tensor:
     return state.variance * scalars.beta2 + (grad * grad + scalars.square_eps) * scalars.gain2
 
 
-def _normalized(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+def _normalized(grad: Tensor, state: Values, scalars: Values) -> Tensor:
     """The gradient divided by the root of its second moment, which is at least `min_root`."""
     if hasattr(state, "row_factor"):
         factor, largest = state.row_factor * state.column_factor, 1.0 / scalars.min_root

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.algorithms._two_moments import TwoMoments
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
 from hf_lowprec.optim.arguments import Shared
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.rounding import State, sqrt_rn
 
 
-class Adam(TwoMoments):
+class Adam(LowPrecisionOptimizer):
     """`torch.optim.Adam` for weights stored in BF16. Its `weight_decay` is an L2 penalty; `AdamW` decouples it.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
@@ -51,10 +49,45 @@ class Adam(TwoMoments):
         decoupled_weight_decay: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(params, defaults, **shared)
+        super().__init__(params, locals(), **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """The options `amsgrad` (use the maximum of the second moment) and `decoupled` (decoupled weight decay)."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}
+
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
+        """The two moments, and with `amsgrad` the maximum of the second."""
+        moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
+        largest = State("max_exp_avg_sq", role=3, averages=False, nonnegative=True)
+        return (*moments, largest) if self.options(group)["amsgrad"] else moments
+
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
+        """Decay rates, step size and bias corrections, arranged so that an element needs one division and one root."""
+        beta1, beta2 = group["betas"]
+        rates = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2}
+        return {
+            **rates,
+            "step_size": lr / (1 - beta1**step),
+            "root_correction": (1 - beta2**step) ** -0.5,
+            "eps": group["eps"],
+            "decay": (lr if self.options(group)["decoupled"] else 1) * group["weight_decay"],
+        }
+
+    @staticmethod
+    def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values, amsgrad: bool, decoupled: bool) -> Step:
+        """`u = -(a·m / (√v·b + ε) + d·w)`, with `a = lr/(1-β1ᵗ)`, `b = 1/√(1-β2ᵗ)`, `d = lr·wd`.
+
+        If the decay is not decoupled, the gradient is `g + wd·w` and the term `d·w` is omitted.
+        """
+        if not decoupled:
+            grad = grad + weight * scalars.decay
+        exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
+        exp_avg_sq = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
+        moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        second = exp_avg_sq
+        if amsgrad:
+            second = torch.where(exp_avg_sq > state.max_exp_avg_sq, exp_avg_sq, state.max_exp_avg_sq)
+            moments["max_exp_avg_sq"] = second
+        denominator = sqrt_rn(second) * scalars.root_correction + scalars.eps
+        change = exp_avg * scalars.step_size / denominator
+        return -(change + weight * scalars.decay if decoupled else change), moments

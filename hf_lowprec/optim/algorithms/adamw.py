@@ -1,24 +1,21 @@
-"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2). The formula is in `_two_moments.py`.
+"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2). The formula is in `adam.py`.
 
 The decay is part of the update, which is rounded once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.algorithms._two_moments import TwoMoments
+from hf_lowprec.optim.algorithms.adam import Adam
 from hf_lowprec.optim.arguments import Shared
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 
 
-class AdamW(TwoMoments):
+class AdamW(Adam):
     """`torch.optim.AdamW` for weights stored in BF16: Adam with decoupled weight decay.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
@@ -52,9 +49,7 @@ class AdamW(TwoMoments):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize}
-        super().__init__(params, defaults, **shared)
+        LowPrecisionOptimizer.__init__(self, params, locals(), **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """The options `amsgrad` (use the maximum of the second moment) and `decoupled`, which is always true."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.arguments import Shared, check_betas, check_range
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
+from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 
 class Adan(LowPrecisionOptimizer):
@@ -54,24 +49,13 @@ class Adan(LowPrecisionOptimizer):
         no_prox: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"maximize": maximize, "no_prox": no_prox}
-        super().__init__(params, defaults, **shared)
-
-    def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
-        check_betas(group["betas"])
-        check_range("eps", group["eps"], 0.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
+        super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The three moments and the previous gradient."""
-        moments = (
-            State("exp_avg", role=2),
-            State("exp_avg_diff", role=3),
-            State("exp_avg_sq", role=1, nonnegative=True),
-        )
-        return (*moments, State("previous_grad", role=4, averages=False))
+        moments = State("exp_avg", role=2), State("exp_avg_diff", role=3)
+        square = State("exp_avg_sq", role=1, nonnegative=True)
+        return (*moments, square, State("previous_grad", role=4, averages=False))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step sizes and bias corrections.
@@ -82,11 +66,9 @@ class Adan(LowPrecisionOptimizer):
         beta1, beta2, beta3 = group["betas"]
         decay = lr * group["weight_decay"]
         shrink = 1 if group["no_prox"] else 1 / (1 + decay)
+        rates = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2}
         return {
-            "beta1": beta1,
-            "gain1": 1 - beta1,
-            "beta2": beta2,
-            "gain2": 1 - beta2,
+            **rates,
             "beta3": beta3,
             "gain3": 1 - beta3,
             "diff_scale": 1 - 0.0 ** (step - 1),
@@ -98,9 +80,7 @@ class Adan(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Step:
         """`u = -((a·m + c·v) / (√n·b + ε) + d·w)`; `m`, `v`, `n` are the moments of `g`, `δ = g - g₋₁`, `(g + β2·δ)²`.
 
         `s = 1/(1 + lr·wd)`, `a = s·lr/(1-β1ᵗ)`, `c = s·lr·β2/(1-β2ᵗ)`, `b = 1/√(1-β3ᵗ)`, `d = s·lr·wd`.

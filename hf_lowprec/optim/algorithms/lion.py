@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.arguments import Shared, check_betas, check_range
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
+from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 
 class Lion(LowPrecisionOptimizer):
@@ -51,14 +46,7 @@ class Lion(LowPrecisionOptimizer):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        defaults |= {"maximize": maximize}
-        super().__init__(params, defaults, **shared)
-
-    def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
-        check_betas(group["betas"])
-        check_range("weight_decay", group["weight_decay"], 0.0)
+        super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum."""
@@ -67,19 +55,11 @@ class Lion(LowPrecisionOptimizer):
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates and learning rate; none depends on the step count."""
         beta1, beta2 = group["betas"]
-        return {
-            "beta1": beta1,
-            "gain1": 1 - beta1,
-            "beta2": beta2,
-            "gain2": 1 - beta2,
-            "lr": lr,
-            "decay": lr * group["weight_decay"],
-        }
+        rates = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2}
+        return {**rates, "lr": lr, "decay": lr * group["weight_decay"]}
 
     @staticmethod
-    def update(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Step:
         """`u = -(lr·sign(β1·m + (1-β1)·g) + lr·wd·w); m = β2·m + (1-β2)·g`."""
         interpolated = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg = state.exp_avg * scalars.beta2 + grad * scalars.gain2

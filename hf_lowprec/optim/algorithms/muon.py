@@ -6,25 +6,22 @@ Updates matrices with their orthogonalized momentum.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
 from hf_lowprec.optim.algorithms._hidden_matrices import split_group
 from hf_lowprec.optim.algorithms._newton_schulz import batch_keeps_bits, newton_schulz
-from hf_lowprec.optim.algorithms._two_moments import TwoMoments
-from hf_lowprec.optim.arguments import Shared, check_one_of, check_range
+from hf_lowprec.optim.algorithms.adamw import AdamW
+from hf_lowprec.optim.arguments import Argument, Shared
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_matrix
 from hf_lowprec.rounding import State
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 """The values of the argument `adjust_lr_fn`."""
@@ -34,7 +31,7 @@ _LR_SCALES: dict[AdjustLr, Callable[[int, int], float]] = {
 }
 
 
-class Muon(TwoMoments):
+class Muon(AdamW):
     """`torch.optim.Muon` for weights stored in BF16, with AdamW for all parameters that are not hidden matrices.
 
     Differences from torch's Muon: `adjust_lr_fn` is `"match_rms_adamw"` by default, and `eps` is that of AdamW (the
@@ -81,6 +78,12 @@ class Muon(TwoMoments):
     """
 
     flags = ("use_muon",)
+    arguments: ClassVar = {
+        "momentum": Argument(float, ge=0, lt=1),
+        "ns_steps": Argument(int, ge=1, lt=100),
+        "ns_eps": Argument(float, ge=0),
+        "adjust_lr_fn": Argument(AdjustLr),
+    }
     _matrices: list[Tensor] | None = None
 
     def __init__(
@@ -102,11 +105,8 @@ class Muon(TwoMoments):
         **shared: Unpack[Shared],
     ) -> None:
         self._matrices = None if matrices is None else list(matrices)
-        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        defaults |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_eps": ns_eps}
-        defaults |= {"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "maximize": maximize}
-        defaults["use_muon"] = True
-        super().__init__(params, defaults, **shared)
+        del matrices  # groups have `use_muon`
+        LowPrecisionOptimizer.__init__(self, params, {**locals(), "use_muon": True}, **shared)
         if self._matrices and not any(group["use_muon"] for group in self.param_groups):
             raise ValueError(
                 "none of matrices= is among the parameters; pass parameters of the same model, as returned by "
@@ -127,20 +127,6 @@ class Muon(TwoMoments):
         except Exception:
             del self.param_groups[before:]
             raise
-
-    def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
-        super().check_hyperparameters(group)
-        check_range("momentum", group["momentum"], 0.0, 1.0)
-        check_range("ns_eps", group["ns_eps"], 0.0)
-        for k, coefficient in enumerate(group["ns_coefficients"]):
-            check_range(f"ns_coefficients[{k}]", coefficient, float("-inf"))
-        check_range("ns_steps", group["ns_steps"], 1, 100)
-        try:
-            operator.index(group["ns_steps"])
-        except TypeError:
-            raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer") from None
-        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLr), "Muon")
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum of matrices, or AdamW's moments."""
@@ -164,44 +150,32 @@ class Muon(TwoMoments):
         return {"momentum": beta, "gain": 1 - beta, "lr": lr, "decay": lr * group["weight_decay"]}
 
     @staticmethod
-    def momentum_matrix(
-        grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, nesterov: bool, **options: bool
-    ) -> Tensor:
+    def momentum_matrix(grad: Tensor, state: Values, scalars: Values, nesterov: bool, **options: bool) -> Tensor:
         """The matrix that is orthogonalized: `μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
         momentum = _momentum(grad, state, scalars)
         return momentum * scalars.momentum + grad * scalars.gain if nesterov else momentum
 
+    batch_keeps_bits = staticmethod(batch_keeps_bits)
+
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         """Newton–Schulz iteration: bring all singular values of `matrix` (BF16, or a stack) close to 1."""
         return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
-
-    def batch_keeps_bits(self, count: int, shape: torch.Size, device: torch.device) -> bool:
-        """Return whether `count` matrices of `shape` are orthogonalized to the same bits as a stack and one by one."""
-        rows, columns = shape
-        return batch_keeps_bits(count, rows, columns, device)
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
         """The factor of the learning rate for a matrix of `shape`, by `adjust_lr_fn`."""
         return _LR_SCALES[group["adjust_lr_fn"]](*shape[-2:])
 
     @staticmethod
-    def update(
-        weight: Tensor,
-        grad: Tensor,
-        state: SimpleNamespace,
-        scalars: SimpleNamespace,
-        amsgrad: bool,
-        decoupled: bool,
-        use_muon: bool = True,
-        nesterov: bool = True,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(  # type: ignore[override]
+        weight: Tensor, grad: Tensor, state: Values, scalars: Values, use_muon: bool, nesterov: bool, **options: bool
+    ) -> Step:
         """`m' = μ·m + (1-μ)·g; u = -lr·(lr_scale·O + wd·w)`, `O = state.orthogonalized`; AdamW's unless `use_muon`."""
         if not use_muon:
-            return TwoMoments.update(weight, grad, state, scalars, amsgrad, decoupled)
+            return AdamW.update(weight, grad, state, scalars, **options)
         step_size = scalars.lr * scalars.lr_scale
         change = state.orthogonalized * step_size + weight * scalars.decay
         return -change, {"momentum_buffer": _momentum(grad, state, scalars)}
 
 
-def _momentum(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+def _momentum(grad: Tensor, state: Values, scalars: Values) -> Tensor:
     return state.momentum_buffer * scalars.momentum + grad * scalars.gain

@@ -8,21 +8,18 @@ a moment.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup
-from hf_lowprec.optim.arguments import Shared, check_betas, check_range
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values
+from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import State, sqrt_rn
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 
 class Prodigy(LowPrecisionOptimizer):
@@ -57,6 +54,8 @@ class Prodigy(LowPrecisionOptimizer):
     gradients, and waits for two sums from the device: `gradient_release` raises ValueError.
     """
 
+    arguments: ClassVar = {"d0": Argument(float, gt=0), "d_coef": Argument(float, ge=0)}
+
     def __init__(
         self,
         params: ParamsT,
@@ -72,22 +71,11 @@ class Prodigy(LowPrecisionOptimizer):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"use_bias_correction": use_bias_correction, "safeguard_warmup": safeguard_warmup}
-        defaults |= {"d0": d0, "d_coef": d_coef, "maximize": maximize}
-        super().__init__(params, defaults, **shared)
+        super().__init__(params, locals(), **shared)
         for group in self.param_groups:
             group.update(d=group["d0"], d_numerator=0.0)
         if self.gradient_release:
             raise ValueError("Prodigy computes sums over all gradients, which excludes gradient_release=True")
-
-    def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
-        check_betas(group["betas"])
-        for name in ("eps", "weight_decay", "d0", "d_coef"):
-            check_range(name, group[name], 0.0)
-        if group["d0"] == 0:
-            raise ValueError("d0=0 is invalid; it must be above 0, since d grows by a factor")
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The moments, the sum of gradients whose size is the denominator of d, and the way from the first weights."""
@@ -119,20 +107,18 @@ class Prodigy(LowPrecisionOptimizer):
         return {"slope": Prodigy.slope, "size": Prodigy.size}
 
     @staticmethod
-    def slope(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+    def slope(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Tensor:
         """`d/d0·γ·g·(p0 - p)`."""
         return grad * state.p0_minus_p * scalars.gain_of_slope
 
     @staticmethod
-    def size(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+    def size(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Tensor:
         """`|s|`; zero at lr 0."""
         total = _sum_of_gradients(grad, state, scalars) * scalars.active
         return torch.where(total < 0, -total, total)
 
     @staticmethod
-    def update(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Step:
         """`u = -γ·(m / (√v + d·ε) + wd·p)` with `γ = lr·d`; `m`, `v` are the moments of `d·g`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
@@ -159,5 +145,5 @@ class Prodigy(LowPrecisionOptimizer):
             group.update(d=d, d_numerator=numerator)
 
 
-def _sum_of_gradients(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+def _sum_of_gradients(grad: Tensor, state: Values, scalars: Values) -> Tensor:
     return state.s * scalars.beta3 + grad * scalars.gain3

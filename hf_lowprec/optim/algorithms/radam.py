@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.algorithms._two_moments import TwoMoments
+from hf_lowprec.optim.algorithms.adam import Adam
 from hf_lowprec.optim.arguments import Shared
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 
 _MIN_SMA_LENGTH = 5.0
 """Length ρ of the simple moving average (SMA) above which the variance of the second moment is tractable."""
 
 
-class RAdam(TwoMoments):
+class RAdam(Adam):
     """`torch.optim.RAdam` for weights stored in BF16: Adam with a built-in warm-up.
 
     The first steps (five at β2 = 0.999) use only the first moment. After that, the step size grows to that of Adam.
@@ -54,9 +51,7 @@ class RAdam(TwoMoments):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **shared)
+        LowPrecisionOptimizer.__init__(self, params, locals(), **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """The options of Adam: `decoupled` for decoupled weight decay, and never `amsgrad`."""

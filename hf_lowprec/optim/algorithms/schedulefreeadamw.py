@@ -7,14 +7,15 @@ zero and is as small as a few steps, so BF16 is as good for it as for a moment. 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.arguments import Shared, check_betas, check_integer, check_range
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
+from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
@@ -23,10 +24,6 @@ from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import State, sqrt_rn
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 
 class ScheduleFreeAdamW(LowPrecisionOptimizer):
@@ -61,6 +58,8 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
+    arguments: ClassVar = {"warmup_steps": Argument(int, ge=0)}
+
     def __init__(
         self,
         params: ParamsT,
@@ -73,19 +72,12 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"warmup_steps": warmup_steps, "maximize": maximize, "train_mode": True}
-        super().__init__(params, defaults, **shared)
+        super().__init__(params, {**locals(), "train_mode": True}, **shared)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
-        check_betas(group["betas"])
+        """Raise ValueError if y would not contain the average."""
         if group["betas"][0] == 0:
             raise ValueError("betas[0]=0 is invalid; it must be above 0, since y would not contain the average")
-        check_range("eps", group["eps"], 0.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
-        check_integer("warmup_steps", group["warmup_steps"])
-        check_range("warmup_steps", group["warmup_steps"], 0.0)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The second moment, and the difference of z and y."""
@@ -118,9 +110,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Step:
         """`z' = z - γ·n`, `x' = (1-c)·x + c·z'`, with `n = g/(√v + ε) + wd·y`, in terms of y and `d = z - y`.
 
         `u = c·d - γ·(1 - β1·(1-c))·n`, `d' = (1-c)·(d - γ·β1·n)`, where `γ = lr·min(1, t/W)·√(1-β2ᵗ)`.

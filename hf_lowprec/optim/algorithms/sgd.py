@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.arguments import Shared, check_range
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
+from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 
 class SGD(LowPrecisionOptimizer):
@@ -39,6 +36,8 @@ class SGD(LowPrecisionOptimizer):
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
+    arguments: ClassVar = {"momentum": Argument(float, ge=0)}
+
     def __init__(
         self,
         params: ParamsT,
@@ -51,15 +50,10 @@ class SGD(LowPrecisionOptimizer):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, defaults, **shared)
+        super().__init__(params, locals(), **shared)
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range, or `nesterov` conflicts with the others."""
-        check_range("momentum", group["momentum"], 0.0)
-        check_range("dampening", group["dampening"], float("-inf"))
-        check_range("weight_decay", group["weight_decay"], 0.0)
+        """Raise ValueError if `nesterov` conflicts with the others."""
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov=True needs momentum > 0 and dampening=0; got momentum={group['momentum']!r}, "
@@ -84,9 +78,7 @@ class SGD(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, momentum: bool, nesterov: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values, momentum: bool, nesterov: bool) -> Step:
         """`g = grad + wd·w; v = μ·v + (1-dampening)·g; u = -lr·v`, or `-lr·(g + μ·v)` with Nesterov."""
         grad = grad + weight * scalars.weight_decay
         if not momentum:

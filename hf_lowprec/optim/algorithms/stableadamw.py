@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup
-from hf_lowprec.optim.arguments import Shared, check_betas, check_range
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values
+from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-    from typing_extensions import Unpack
 
 
 class StableAdamW(LowPrecisionOptimizer):
@@ -53,14 +48,7 @@ class StableAdamW(LowPrecisionOptimizer):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **shared)
-
-    def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
-        check_betas(group["betas"])
-        check_range("eps", group["eps"], 0.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
+        super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments."""
@@ -86,15 +74,13 @@ class StableAdamW(LowPrecisionOptimizer):
         return {"mean_square": StableAdamW.normalized_square}
 
     @staticmethod
-    def normalized_square(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+    def normalized_square(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Tensor:
         """`g² / max(v, ε²)`."""
         exp_avg_sq = _second_moment(grad, state, scalars)
         return grad * grad / torch.where(exp_avg_sq > scalars.min_exp_avg_sq, exp_avg_sq, scalars.min_exp_avg_sq)
 
     @staticmethod
-    def update(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values) -> Step:
         """`u = -η·(m / (√v + ε) + wd·w)`, with `η = lr / max(1, RMS)` and `RMS = √mean(g² / max(v, ε²))`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = _second_moment(grad, state, scalars)
@@ -104,5 +90,5 @@ class StableAdamW(LowPrecisionOptimizer):
         return -(change * step_size), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def _second_moment(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+def _second_moment(grad: Tensor, state: Values, scalars: Values) -> Tensor:
     return state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import is_sharded
@@ -184,7 +183,7 @@ def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
             group["rounding"],
             group["state_rounding"],
             group["seed"],
-            validation.first_parameter(group),
+            group.get("first_parameter") or 0,
             group["maximize"],
             optimizer.options(group),
         )

@@ -86,7 +86,7 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
         ),
         ("seed=1,", r"seed='1,' in param group 0 is not an integer"),
         ("seed=1,,momentum=0.9", r"seed='1,' in param group 0 is not an integer"),
-        ("check_replicas_every=often", r"check_replicas_every='often' cannot be parsed; use an integer"),
+        ("check_replicas_every=often", r"check_replicas_every='often' in optim_args is not an integer"),
         ("gradient_release=maybe", r"gradient_release='maybe' is not True or False"),
         ("seed=1,seed=2", r"names 'seed' twice"),
         ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
