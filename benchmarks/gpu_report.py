@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folder = options.output.resolve() / f"gpu-report-{datetime.now():%Y-%m-%d-%H%M%S}"
     folder.mkdir(parents=True)
-    facts = "from hf_lowprec.tools.doctor.checks import show_versions; print(show_versions())"
+    facts = "from hf_lowprec.tools.machine_checks import show_versions; print(show_versions())"
     run([sys.executable, "-c", facts], folder / "machine.txt", 60, PYTHONPATH=str(ROOT))
     record, seconds = folder / "tests.txt", SHARE_OF_TESTS * (end - time.monotonic())
     tests = run_tests(TESTS, record, seconds, TRITON_INTERPRET="0" if torch.cuda.is_available() else "1")

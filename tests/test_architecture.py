@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "integrations": CORE,
     "__main__": {"tools.cli", "oldest_versions"},
 }
-COMMANDS = ("inspection", "doctor", "estimate", "plotting")
+COMMANDS = ("inspection", "machine_checks", "prediction", "estimate", "plotting")
 TOOLS = {**{tool: {tool} for tool in COMMANDS}, "cli": {"cli", *COMMANDS}}
 PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 """The units behind the command line, which use this package and transformers by their public names."""
@@ -291,9 +291,9 @@ def test_files_are_named_for_what_they_do() -> None:
         ("integrations.transformers.trainer", "from hf_lowprec import LowPrecisionCallback"),
         ("tools.cli.run", "import accelerate"),
         ("tools.estimate.memory", "from hf_lowprec.tools.cli import main"),
-        ("tools.estimate.memory", "from hf_lowprec.tools.doctor import checks"),
-        ("tools.doctor.checks", "import transformers._internal"),
-        ("tools.plotting", "from hf_lowprec.tools.inspection import inspection"),
+        ("tools.estimate.memory", "from hf_lowprec.tools import machine_checks"),
+        ("tools.machine_checks", "import transformers._internal"),
+        ("tools.plotting", "from hf_lowprec.tools import inspection"),
         ("tools.plotting", "from hf_lowprec.tools.cli import main"),
         ("tools.cli.run", "from transformers.trainer import _private"),
         ("tools.cli.run", "import transformers._internal"),

@@ -7,7 +7,6 @@ of what is stored. Hooks of the optimizer call both, so what is measured is what
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -17,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_lowprec.monitor.findings_catalogue import Finding
-from hf_lowprec.monitor.measured_step import MeasuredBlocks, MeasuredStep
+from hf_lowprec.monitor.measured_step import MeasuredStep, ParameterBlock
+from hf_lowprec.monitor.rules import Finding
 from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, SUMS, StepPrecision
-from hf_lowprec.monitor.training_findings import Evidence, find, uncast_matrices
+from hf_lowprec.monitor.training_findings import GradientRecord, MeasuredRun, uncast_matrices
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
-from hf_lowprec.optim.gradient_release.collector import collector_of
-from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_release_of
+from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
@@ -36,8 +34,6 @@ REMEMBERED = 0.97
 """The factor by which earlier measurements of the weight decay lose weight; some thirty of them count."""
 
 _DECAY = slice(COLUMN["weight_decay_square"], COLUMN["weight_decay_square"] + len(SLOPE_SUMS))
-
-logger = logging.getLogger(__name__)
 
 
 class PrecisionMonitor:
@@ -88,32 +84,30 @@ class PrecisionMonitor:
         self.every = every
         self.across_ranks = across_ranks
         self.on_error = on_error
-        self._failed = False
         self.steps = 0
         """Steps that the optimizer has taken since the monitor was built."""
         self._measured_at = 0
-        self._number: int | None = None
-        self._due = False
+        self._next_number: int | None = None  # of the coming step, if `measure_next_step` was called for it
         self._was_asked = False
+        self._failed = False
         self._depth = 0  # of calls of `step`, which may call that of a parent class
-        self._last: StepPrecision | None = None
+        self._begun = self._is_stepped_in_parts = False  # the running step
         self._running: MeasuredStep | None = None
         self._finished: MeasuredStep | None = None
-        self._begun = False
-        self._part_was_stepped = False
-        self._measured_dtypes: list[torch.dtype] = []
+        self._last: StepPrecision | None = None
         self._watch_parameters()
-        if isinstance(self.optimizer, LowPrecisionOptimizer):
-            self.optimizer.before_part.append(self._run_before_part)
         self._hooks = [
             self.optimizer.register_step_pre_hook(partial(self._run_hook, "_before_step")),
             self.optimizer.register_step_post_hook(partial(self._run_hook, "_after_step")),
         ]
+        self._part_hook = partial(self._run_hook, "_before_part")
+        if isinstance(self.optimizer, LowPrecisionOptimizer):
+            self.optimizer.before_part.append(self._part_hook)
 
     def measure_next_step(self, number: int | None = None) -> None:
         """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
-        self._due, self._number, self._depth, self._begun = True, number, 0, False
-        self._was_asked = True
+        self._next_number = self.steps + 1 if number is None else number
+        self._depth, self._begun, self._was_asked = 0, False, True
 
     @property
     def last(self) -> StepPrecision | None:
@@ -134,19 +128,10 @@ class PrecisionMonitor:
                 f"PrecisionMonitor(every=0) was not asked to measure any of the {self.steps} steps so far; set "
                 "every=100 to measure each hundredth step, or call measure_next_step() before a step"
             )
-        precision = self.last
-        if precision is None:
+        if (precision := self.last) is None:
             return []
-        return find(
-            Evidence(
-                optimizer=self.optimizer,
-                precision=precision,
-                steps=self._measured_at,
-                dtypes=self._measured_dtypes,
-                gradients=self._watched.gradients,
-                uncast_matrices=self._uncast_matrices,
-            )
-        )
+        run = MeasuredRun(self.optimizer, precision, self._measured_at, self._gradients, self._uncast_matrices)
+        return [*run.findings()]
 
     @cached_property
     def _uncast_matrices(self) -> list[str]:
@@ -157,26 +142,23 @@ class PrecisionMonitor:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if isinstance(self.optimizer, LowPrecisionOptimizer) and self._run_before_part in self.optimizer.before_part:
-            self.optimizer.before_part.remove(self._run_before_part)
+        if isinstance(self.optimizer, LowPrecisionOptimizer) and self._part_hook in self.optimizer.before_part:
+            self.optimizer.before_part.remove(self._part_hook)
         self._running = self._finished = None
-        self._blocks.clear()
-
-    @property
-    def _release(self) -> GradientRelease | None:
-        return gradient_release_of(self.optimizer)
+        self._fused_blocks.clear()
 
     @property
     def _steps_in_parts(self) -> bool:
         """Whether parameters are measured part by part, before `step` is called."""
-        return self._release is not None or self._part_was_stepped
+        return self._is_stepped_in_parts or gradient_release_of(self.optimizer) is not None
 
     def _watch_parameters(self) -> None:
         """Watch the parameters that the optimizer has now."""
         self._watched = WatchedParameters(self.optimizer, self.model)
+        self._gradients = GradientRecord(self._watched.names, self._watched.params, self.model)
         self._decay = torch.zeros(len(self._watched.params), len(SLOPE_SUMS), dtype=torch.float64, device="cpu")
-        self._decay_measured_at: int | None = None
-        self._blocks = MeasuredBlocks(self.optimizer, self._watched, self.across_ranks)
+        self._decay_measured_at = -DECAY_EVERY
+        self._fused_blocks: dict[Any, ParameterBlock] = {}
 
     # The hooks.
 
@@ -206,48 +188,45 @@ class PrecisionMonitor:
         if self._steps_in_parts:
             return
         if self._running is not None:
-            self._blocks.add_all(self._running)
-        elif self.steps == 0 and not has_closure:
-            self._blocks.record_beginning()
-
-    def _run_before_part(self, plan: StepPlan) -> None:
-        self._run_hook("_before_part", plan)
+            self._running.add_all()
+            self._fused_blocks = self._running.fused_blocks
+        elif self.steps == 0 and not has_closure and isinstance(self.optimizer, LowPrecisionOptimizer):
+            with self.optimizer.plan_step():  # creates the states
+                self._watched.record_first_low_bits()
 
     @without_grad
     def _before_part(self, plan: StepPlan) -> None:
         """The optimizer is about to step the parameters of `plan` alone."""
-        self._part_was_stepped = True
+        self._is_stepped_in_parts = True
         if not self._begun:
             self._begin(has_closure=False)
         if self.steps == 0:
             self._watched.record_first_low_bits()
         if self._running is not None:
-            self._blocks.add_plan(plan, self._running)
+            self._running.add_plan(plan)
 
     def _begin(self, has_closure: bool) -> None:
         """Begin a step: if it is to be measured, set `_running`."""
         self._begun = True
         self._running = None
-        due = self._due or (self.every > 0 and (self.steps == 0 or (self.steps + 1) % self.every == 0))
-        self._due = False
-        if not due:
+        number, self._next_number = self._next_number, None
+        if number is None and self.every > 0 and (self.steps == 0 or (self.steps + 1) % self.every == 0):
+            number = self.steps + 1
+        if number is None:
             return
         if self._finished is not None:  # what adds up over measurements needs each of them
             self._evaluate(self._finished)
-        self._finished, self._last = None, None
+        self._finished = self._last = None
         if has_closure:
             return
         if not self._watched.is_current():
             self._watch_parameters()
-        number = self.steps + 1 if self._number is None else self._number
-        with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
-        self._number = None
-        rates = [rate for group in self.optimizer.param_groups if (rate := group.get("lr")) is not None]
-        rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
-        present = self._watched.gradients.present_now(collector_of(self.optimizer))
-        self._running = MeasuredStep(number, with_decay, rates, present)
+        with_decay = self.steps >= self._decay_measured_at + DECAY_EVERY
         if with_decay:
             self._decay_measured_at = self.steps
+        self._running = MeasuredStep(
+            self.optimizer, self._watched, self._gradients, number, with_decay, self._fused_blocks
+        )
 
     @without_grad
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -259,16 +238,17 @@ class PrecisionMonitor:
         if running is not None:
             self._measured_at = self.steps
             if self._steps_in_parts:
-                self._blocks.add_rest(running)
+                running.add_rest()
+                self._fused_blocks = running.fused_blocks
                 # Gradients of the optimizer's parameters were released; those of others are there now.
                 count = len(self._watched.params)
-                others = self._watched.gradients.present_now(None)[count:]
+                others = self._gradients.present_now(None)[count:]
                 running.gradients = [row in running.stepped for row in range(count)] + others
-            self._blocks.sum_up(running)
+            running.sum_up(self.across_ranks)
             self._finished = running
             if self._watched.is_cut:
                 self._last, self._finished = self._evaluate(running), None  # all ranks do it now
-        self._begun = self._part_was_stepped = False
+        self._begun = self._is_stepped_in_parts = False
 
     # The result.
 
@@ -276,8 +256,9 @@ class PrecisionMonitor:
         """Turn sums into numbers; None if the step was skipped."""
         if finished.enabled is not None and not bool(finished.enabled):
             return None
-        table = torch.zeros(len(self._watched.params), len(SUMS), dtype=torch.float64, device="cpu")
-        for rows, sums in finished.results:
+        watched = self._watched
+        table = torch.zeros(len(watched.params), len(SUMS), dtype=torch.float64, device="cpu")
+        for rows, sums in finished.sums:
             table[rows] = sums.cpu()
         if finished.with_decay:
             factors = [REMEMBERED, REMEMBERED, REMEMBERED**2, REMEMBERED**2]
@@ -285,17 +266,16 @@ class PrecisionMonitor:
             self._decay = self._decay * forget + table[:, _DECAY].nan_to_num()
         table[:, _DECAY] = self._decay
         table[:, COLUMN["has_gradient"]].clamp_(max=1)  # until here, the number of shards with one
-        nonzero = (table[:, COLUMN["has_gradient"]] > 0).tolist()
-        self._watched.gradients.add(finished.gradients, nonzero)
+        self._gradients.add(finished.gradients, (table[:, COLUMN["has_gradient"]] > 0).tolist())
         rate = max(map(float, finished.learning_rates), default=None)
-        names, kinds = self._watched.names, self._watched.kinds
-        self._measured_dtypes = [param.dtype for param in self._watched.params]
-        if self._watched.is_cut and self.across_ranks:
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, (names, kinds, self._measured_dtypes, table))
-            names, kinds, self._measured_dtypes, tables = (list(chain(*lists)) for lists in zip(*of_ranks, strict=True))
+        columns: list[list[Any]] = [watched.names, watched.kinds, [param.dtype for param in watched.params]]
+        if watched.is_cut and self.across_ranks:
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, (*columns, table))
+            *columns, tables = (list(chain(*lists)) for lists in zip(*ranks, strict=True))
             table = torch.stack(tables)
-        return StepPrecision(finished.number, table, names, kinds, rate)
+        names, kinds, dtypes = columns
+        return StepPrecision(finished.number, table, names, kinds, rate, dtypes)
 
 
 def _methods_of_a_step(cls: type[torch.optim.Optimizer]) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -153,6 +153,7 @@ class StepPrecision:
         names: the tensors' names.
         kinds: their kinds, see `parameter_kinds`.
         learning_rate: the largest learning rate of the step; None if the optimizer has none.
+        dtypes: the tensors' dtypes.
     """
 
     step: int
@@ -160,6 +161,7 @@ class StepPrecision:
     names: Sequence[str]
     kinds: Sequence[str]
     learning_rate: float | None = None
+    dtypes: Sequence[torch.dtype] = ()
 
     @cached_property
     def by_kind(self) -> dict[str, dict[str, float]]:
@@ -187,7 +189,4 @@ class StepPrecision:
 
 def sum_over_steps(measured: Sequence[StepPrecision]) -> StepPrecision:
     """The precision of several steps of one run as a whole; its step and learning rate are the last one's."""
-    last = measured[-1]
-    return StepPrecision(
-        last.step, torch.stack([one.sums for one in measured]).sum(0), last.names, last.kinds, last.learning_rate
-    )
+    return replace(measured[-1], sums=torch.stack([precision.sums for precision in measured]).sum(0))

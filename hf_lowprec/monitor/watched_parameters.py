@@ -1,22 +1,161 @@
-"""The parameters that a monitor watches: names, kinds, values when training began, and which have had gradients."""
+"""The parameters that a monitor watches: names, kinds, values when training began, and samples of their elements."""
 
 from __future__ import annotations
 
-import operator
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
-from hf_lowprec.optim.gradient_release.collector import GradientCollector
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.sharding import flat_part, full_shape, local_shard, sharding_of
-from hf_lowprec.rounding.modes import LOW_BITS_STATES
-from hf_lowprec.tensor_names import layer_number, name_pattern, parameter_kinds
+from hf_lowprec.optim.state.fp32_weights import low_bits_state
+from hf_lowprec.tensor_names import parameter_kinds
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+SAMPLED_SHARE = 1 / 256
+"""The share of all elements that is sampled, so that a measurement is a small part of a step of any model.
+
+Each sampled element is read from a cache line of its own, which makes it as expensive as a dozen elements of a step.
+"""
+FEWEST, MOST = 1 << 13, 1 << 16
+"""Bounds of the number of elements in all samples together."""
+SMALLEST, LARGEST = 64, 4096
+"""Bounds of the elements of a row, which have priority."""
+
+
+def row_size(tensors: int, elements: int) -> int:
+    """The number of elements of each row, for so many tensors with so many elements in total."""
+    budget = min(max(int(elements * SAMPLED_SHARE), FEWEST), MOST)
+    return min(max(budget // max(tensors, 1), SMALLEST), LARGEST)
+
+
+class ParameterSamples:
+    """Evenly spaced samples of parameters, and of their gradients and states, on one device, as the rows of a matrix.
+
+    A model has hundreds of tensors, and a few operations on each cost more than all arithmetic on the samples. So
+    strided views of the tensors are made once and gathered by one `torch.cat`. Only gradients, which are new tensors in
+    each step, need new views.
+
+    The spacing between the elements of a tensor has no factor in common with its number of columns, so that a sample
+    walks through all columns. Tensors with fewer elements than a row are taken whole, and the row is filled up with
+    zeros, which add nothing to sums.
+
+    Attributes:
+        strides: the spacing between the sampled elements of each parameter.
+        counts: how many are sampled; at most `size`.
+        sizes: how many elements each parameter has.
+
+    Args:
+        params: the parameters, or this rank's shards of them.
+        size: elements per row.
+    """
+
+    def __init__(self, params: Sequence[Tensor], size: int) -> None:
+        self._size = size
+        self._device = params[0].device
+        self.sizes = [param.numel() for param in params]
+        self.strides = [_stride(param, size) for param in params]
+        self.counts = [-(-numel // stride) for numel, stride in zip(self.sizes, self.strides, strict=True)]
+        self._pads: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._views: dict[str, tuple[list[int], list[Tensor]]] = {}
+
+    def gather(self, tensors: Sequence[Tensor], name: str | None = None) -> Tensor:
+        """The sampled elements.
+
+        Args:
+            tensors: one tensor for each parameter, of its shape; all of one dtype and device.
+            name: a name under which views of the tensors are kept for the next call; None for tensors that will have
+                been replaced by then.
+
+        Returns:
+            Matrix of shape (parameters, size) in the tensors' dtype, on the parameters' device.
+        """
+        if name is None or not all(map(Tensor.is_contiguous, tensors)):  # then the "views" are copies
+            views = self._new_views(tensors)
+        else:
+            addresses = list(map(Tensor.data_ptr, tensors))
+            if name not in self._views or self._views[name][0] != addresses:
+                self._views[name] = addresses, self._new_views(tensors)
+            views = self._views[name][1]
+        return torch.cat(views).view(-1, self._size).to(self._device)
+
+    def gather_of_blocks(self, tensors: Sequence[Tensor], block: int) -> Tensor:
+        """Gather the elements of tensors that belong to the blocks of the sampled elements.
+
+        Args:
+            tensors: one tensor for each parameter, with an element for each `block` elements of it; all of one dtype.
+            block: the size of a block.
+
+        Returns:
+            Matrix of shape (parameters, size) in the tensors' dtype.
+        """
+        matrix = torch.zeros(len(tensors), self._size, dtype=tensors[0].dtype, device=self._device)
+        for row, (tensor, count) in enumerate(zip(tensors, self.counts, strict=True)):
+            matrix[row, :count] = tensor.view(-1)[self.positions[row, :count].to(tensor.device) // block]
+        return matrix
+
+    def gather_row(self, row: int, tensor: Tensor) -> Tensor:
+        """The sampled elements of one tensor, which has the shape of parameter number `row`; of shape (size)."""
+        sample = tensor.reshape(-1)[:: self.strides[row]]
+        return torch.nn.functional.pad(sample, (0, self._size - len(sample)))
+
+    def _new_views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        dtype = tensors[0].dtype
+        if not all(map(Tensor.is_contiguous, tensors)):
+            tensors = list(map(Tensor.contiguous, tensors))
+        shapes = zip(tensors, self.counts, self.strides, strict=True)
+        views = [tensor.as_strided((count,), (stride,)) for tensor, count, stride in shapes]
+        if self._is_padded:
+            key = dtype, tensors[0].device
+            if key not in self._pads:
+                zeros = torch.zeros(self._size, dtype=dtype, device=key[1])
+                self._pads[key] = [zeros[count:] for count in self.counts]
+            views = [part for pair in zip(views, self._pads[key], strict=True) for part in pair]
+        return views
+
+    @cached_property
+    def _is_padded(self) -> bool:
+        """Whether some rows are filled up with zeros."""
+        return min(self.counts) < self._size
+
+    def clear_padding(self, matrix: Tensor) -> Tensor:
+        """A matrix of samples with zeros (False) for padding."""
+        return matrix.masked_fill(self._padding, 0) if self._is_padded else matrix
+
+    @cached_property
+    def _padding(self) -> Tensor:
+        """Which elements of the matrix are padding; bool of its shape."""
+        counts = torch.tensor(self.counts, device=self._device)
+        return torch.arange(self._size, device=self._device) >= counts[:, None]
+
+    @cached_property
+    def element_weights(self) -> Tensor:
+        """How many elements of its parameter each sampled one stands for; FP64 of shape (parameters)."""
+        pairs = zip(self.sizes, self.counts, strict=True)
+        return torch.tensor([n / max(k, 1) for n, k in pairs], dtype=torch.float64, device=self._device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The positions of the sampled elements in the flattened parameters; int64 of the matrix's shape.
+
+        Those of the padding are beyond the end.
+        """
+        strides = torch.tensor(self.strides, device=self._device)
+        return torch.arange(self._size, device=self._device) * strides[:, None]
+
+
+def _stride(param: Tensor, size: int) -> int:
+    """The smallest spacing at which a row has room, without a factor in common with the number of columns."""
+    stride = max(-(-param.numel() // size), 1)
+    if stride > 1 and param.dim() > 0:
+        columns = param.shape[-1]
+        while math.gcd(stride, columns) > 1:
+            stride += 1
+    return stride
 
 
 class WatchedParameters:
@@ -33,19 +172,28 @@ class WatchedParameters:
         kinds: the kind of each row, see `tensor_names.py`.
         is_cut: whether they are parts of parameters, others on each rank; see `FlatPart`.
         sample_size: elements that are sampled of each.
-        gradients: which of them have had gradients in measured steps.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
         first_low_bits: by row, the sampled compensations or remainders as they were then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
         self._optimizer = optimizer
-        self.params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
+        numbered = [
+            (param, f"param_groups[{g}]['params'][{k}]")
+            for g, group in enumerate(optimizer.param_groups)
+            for k, param in enumerate(group["params"])
+        ]
+        self.params: list[Tensor] = [param for param, _ in numbered]
+        named: dict[Tensor, str] = {}
+        if model is not None:
+            named |= {param: _plain_name(name) for name, param in model.named_parameters()}
+        named |= {param: _plain_name(part.name) for param in self.params if (part := flat_part(param))}
+        kinds = parameter_kinds({name: full_shape(param) for param, name in named.items()})
         self.row = {param: row for row, param in enumerate(self.params)}
+        self.names = [named.get(param, number) for param, number in numbered]
+        self.kinds = [kinds.get(name, "other") for name in self.names]
         self.is_cut = any(flat_part(param) is not None for param in self.params)
-        self.names, self.kinds = _names_and_kinds(optimizer, model)
         self.sample_size = row_size(len(self.params), sum(param.numel() for param in self.params))
-        self.gradients = GradientRecord(self.names, self.params, model)
         self.first_weights: dict[int, Tensor] = {}
         self.first_low_bits: dict[int, Tensor] = {}
         for rows in self.divide(range(len(self.params))):
@@ -54,38 +202,34 @@ class WatchedParameters:
 
     def is_current(self) -> bool:
         """Return whether the optimizer still has the same parameters in the same order."""
-        current = [param for group in self._optimizer.param_groups for param in group["params"]]
-        return len(current) == len(self.params) and all(map(operator.is_, current, self.params))
+        return [id(p) for group in self._optimizer.param_groups for p in group["params"]] == [*map(id, self.params)]
 
-    def divide(self, rows: Iterable[int], *keys: Any) -> list[list[int]]:
-        """Divide `rows` by dtype, device and sharding of their parameters, and by what each of `keys` maps them to."""
+    def divide(self, rows: Iterable[int], *further: Mapping[int, Tensor | None]) -> list[list[int]]:
+        """Divide `rows` by dtype, device and sharding of their parameters, and by the dtypes of `further` tensors."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for row in rows:
-            param = self.params[row]
-            groups[(param.dtype, param.device, sharding_of(param), *(key[row] for key in keys))].append(row)
+            param, dtypes = self.params[row], [getattr(tensors[row], "dtype", None) for tensors in further]
+            groups[(param.dtype, param.device, sharding_of(param), *dtypes)].append(row)
         return list(groups.values())
 
     def low_bits(self, row: int) -> Tensor | None:
         """This rank's shard of the compensation or remainder that a parameter has now, if it has one."""
         param = self.params[row]
-        state = self._optimizer.state.get(param, {})
-        for name in LOW_BITS_STATES:
-            tensor = state.get(name)
-            if isinstance(tensor, Tensor) and tensor.shape == param.shape:
-                return local_shard(tensor)
-        return None
+        state = low_bits_state(self._optimizer.state.get(param, {}))
+        return local_shard(state) if isinstance(state, Tensor) and state.shape == param.shape else None
 
     def record_first_low_bits(self, rows: Iterable[int] | None = None) -> None:
         """Before a step: record the low bits of `rows`, or of all, that are new, or have a new dtype.
 
         A parameter's first step creates them, and so does its first one in another rounding mode.
         """
-        rows = self.row.values() if rows is None else rows
-        shards = {row: shard for row in rows if (shard := self.low_bits(row)) is not None}
-        dtypes = {row: shard.dtype for row, shard in shards.items()}
-        known = {row: first.dtype for row, first in self.first_low_bits.items()}
-        for new in self.divide((row for row, dtype in dtypes.items() if dtype != known.get(row)), dtypes):
-            self.first_low_bits |= self._samples(new, [shards[row] for row in new])
+        new = {}
+        for row in self.row.values() if rows is None else rows:
+            shard, first = self.low_bits(row), self.first_low_bits.get(row)
+            if shard is not None and (first is None or first.dtype != shard.dtype):
+                new[row] = shard
+        for of_one_dtype in self.divide(new, new):
+            self.first_low_bits |= self._samples(of_one_dtype, [new[row] for row in of_one_dtype])
 
     def _samples(self, rows: list[int], shards: list[Tensor]) -> dict[int, Tensor]:
         """The samples of `shards`, by row, on the device of the parameters; states may be on the host."""
@@ -93,125 +237,8 @@ class WatchedParameters:
         return dict(zip(rows, matrix.unbind(), strict=True))
 
 
-def _names_and_kinds(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[list[str], list[str]]:
-    """The name and the kind of each parameter, in the optimizer's order."""
-    named = {} if model is None else {param: _plain_name(name) for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    named |= {param: _plain_name(part.name) for param in params if (part := flat_part(param)) is not None}
-    names = [
-        named.get(param, f"param_groups[{g}]['params'][{k}]")
-        for g, group in enumerate(optimizer.param_groups)
-        for k, param in enumerate(group["params"])
-    ]
-    kinds = parameter_kinds({name: full_shape(param) for param, name in named.items()})
-    return names, [kinds.get(name, "other") for name in names]
-
-
 def _plain_name(name: str) -> str:
     """A parameter's name without the wrappers of DDP, torch.compile and activation checkpointing."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
-
-
-class GradientRecord:
-    """Which parameters have had gradients in the measured steps, and of which of the others this is a mistake.
-
-    In a quarter of transformers' model classes, some parameters have none by design: BERT's pooler if the loss does not
-    use it, the last layer of LLaVA's vision tower, the cross-attention of a decoder on its own, an image tower while
-    all inputs are texts. So a missing gradient alone is no reason to warn.
-
-    Attributes:
-        steps: the number of measured steps.
-        present: for each parameter of the optimizer, whether it has had a gradient.
-        nonzero: whether it has had one that is not zero.
-
-    Args:
-        names: the names of the optimizer's parameters.
-        params: these parameters.
-        model: the model, if it is known.
-    """
-
-    def __init__(self, names: Sequence[str], params: Sequence[Tensor], model: nn.Module | None) -> None:
-        self.steps = 0
-        self.present = [False] * len(names)
-        self.nonzero = [False] * len(names)
-        self._names = names
-        self._params = params
-        self._elements = sum(param.numel() for param in params)
-        self._in_model = None if model is None else set(model.parameters())
-        self._left_out = {} if model is None else parameters_left_out(model, params)
-        self._left_out_present = [False] * len(self._left_out)
-
-    def present_now(self, collector: GradientCollector | None) -> list[bool]:
-        """Which parameters have a gradient now: those of the optimizer, then those that it lacks.
-
-        Args:
-            collector: has taken gradients that are in `param.grad` no more.
-        """
-        taken = (lambda param: False) if collector is None else collector.has_taken
-        return [param.grad is not None or taken(param) for param in (*self._params, *self._left_out.values())]
-
-    def add(self, present: Sequence[bool], nonzero: Sequence[bool]) -> None:
-        """Add a measured step.
-
-        Args:
-            present: what `present_now` has returned before it.
-            nonzero: for each parameter of the optimizer, whether its gradient was not zero.
-        """
-        self.steps += 1
-        count = len(self._params)
-        self.present = _either(self.present, present[:count])
-        self._left_out_present = _either(self._left_out_present, present[count:])
-        self.nonzero = _either(self.nonzero, nonzero)
-
-    def left_out_of_optimizer(self) -> list[str]:
-        """Parameters that have had a gradient, but the optimizer does not have them."""
-        return [name for name, present in zip(self._left_out, self._left_out_present, strict=True) if present]
-
-    def zero(self) -> list[str]:
-        """Parameters whose gradients were all zero."""
-        return self._select(lambda row: self.present[row] and not self.nonzero[row])
-
-    def replaced(self) -> list[str]:
-        """Parameters without gradient that the model does not have, or no longer."""
-        in_model = self._in_model
-        return [] if in_model is None else self._missing(lambda row: self._params[row] not in in_model)
-
-    def cut_off(self) -> list[str]:
-        """Parameters without gradient although the same tensor of a later layer has had one.
-
-        What a task does not use are last layers; what `detach()` cuts off are first ones.
-        """
-        if all(self.present):  # nearly always, and names take time
-            return []
-        last_layer: dict[str, int] = defaultdict(lambda: -1)  # that has had a gradient, by pattern of names
-        for name in self._select(self.present.__getitem__):
-            last_layer[name_pattern(name)] = max(last_layer[name_pattern(name)], layer_number(name))
-        return self._missing(lambda row: layer_number(self._names[row]) < last_layer[name_pattern(self._names[row])])
-
-    def most_of_all(self) -> list[str]:
-        """The parameters without gradient, if they have more than half of all elements."""
-        missing = sum(param.numel() for param, present in zip(self._params, self.present, strict=True) if not present)
-        return self._missing(lambda _: 2 * missing > self._elements)
-
-    def _missing(self, condition: Callable[[int], bool]) -> list[str]:
-        return self._select(lambda row: not self.present[row] and condition(row))
-
-    def _select(self, condition: Callable[[int], bool]) -> list[str]:
-        return [name for row, name in enumerate(self._names) if condition(row)]
-
-
-def _either(earlier: Sequence[bool], now: Sequence[bool]) -> list[bool]:
-    return [a or b for a, b in zip(earlier, now, strict=True)]
-
-
-def parameters_left_out(model: nn.Module, params: Sequence[Tensor]) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a model that are not among an optimizer's `params`, if these are more than half.
-
-    An optimizer with fewer was given them on purpose: another one trains the rest, or nothing does.
-    """
-    stepped = set(params)
-    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    missing = {name: param for name, param in trainable.items() if param not in stepped}
-    return missing if 2 * len(missing) < len(trainable) else {}

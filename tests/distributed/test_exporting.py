@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_lowprec
-from hf_lowprec.tools.inspection.inspection import inspect_checkpoints
+from hf_lowprec.tools.inspection import inspect_checkpoints
 from tests.scripts.trainer_ranks import llama
 from tests.support.processes.ranks import run_ranks
 

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
-from hf_lowprec.tools.doctor.prediction import noise_directions, plan_run
+from hf_lowprec.tools.prediction import noise_directions, plan_run
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 BETAS = {"adamw": (0.9, 0.999), "adam": (0.8, 0.999), "stableadamw": (0.9, 0.999), "lion": (0.9, 0.99)}

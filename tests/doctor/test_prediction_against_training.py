@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
-from hf_lowprec.tools.doctor.prediction import count_weights, plan_run, predict_rounding
+from hf_lowprec.tools.prediction import count_weights, plan_run, predict_rounding
 from tests.support.training.tiny_trainer import arguments, optimizer_of
 
 LENGTH, STEPS, INTERVAL = 32, 120, 6

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.tools.doctor.prediction import PREDICTED_MODES, noise_directions
-from hf_lowprec.tools.doctor.rounded_updates import Directions, count_spacings, round_updates
+from hf_lowprec.tools.prediction import PREDICTED_MODES, Directions, count_spacings, noise_directions, round_updates
 
 SPACING = 2.0**-13
 """Of weights from 2^-6 to 2^-5."""

@@ -3,7 +3,7 @@
 import torch
 
 from hf_lowprec.rounding.nearest import spacings_by_exponent
-from hf_lowprec.tools.doctor.rounded_updates import count_spacings, magnitudes
+from hf_lowprec.tools.prediction import count_spacings, magnitudes
 
 SPACINGS = spacings_by_exponent(torch.bfloat16)
 
@@ -44,7 +44,7 @@ def test_tensors_are_rounded_to_bf16_and_read_in_chunks(monkeypatch):
     weights = torch.randn(50, 21)
     whole = count_spacings(weights)
     assert torch.equal(whole, count_spacings(weights.bfloat16()))
-    monkeypatch.setattr("hf_lowprec.tools.doctor.rounded_updates.CHUNK", 64)
+    monkeypatch.setattr("hf_lowprec.tools.prediction.CHUNK", 64)
     assert torch.equal(whole, count_spacings(weights))
     assert whole.sum() == weights.numel()
 

@@ -10,7 +10,7 @@ from accelerate.commands import launch
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from hf_lowprec.monitor.findings_catalogue import FAULTS
+from hf_lowprec.monitor.rules import FAULTS
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import run_ranks
 

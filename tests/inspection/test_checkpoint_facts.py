@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_lowprec.tools.inspection import checkpoint_facts
-from hf_lowprec.tools.inspection.checkpoint_facts import tensor_facts
+from hf_lowprec.tools import inspection as checkpoint_facts
+from hf_lowprec.tools.inspection import tensor_facts
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -16,7 +16,7 @@ from transformers import (
 
 import hf_lowprec
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
-from hf_lowprec.tools.inspection.inspection import inspect_checkpoints
+from hf_lowprec.tools.inspection import inspect_checkpoints
 from tests.support.training.tiny_trainer import LENGTH, arguments, counting_data, llama
 
 BF16 = torch.bfloat16

@@ -29,7 +29,7 @@ def monitored_updates(monitor, params, optimizer) -> list[torch.Tensor]:
     updates = {}
     for block in monitor._running.blocks:
         for k, row in enumerate(block.rows):
-            updates[row] = block.exact.update[k, : block.samples.counts[k]], block.samples.strides[k]
+            updates[row] = block.updates.exact.update[k, : block.samples.counts[k]], block.samples.strides[k]
     return [updates[row] for row in range(len(params))]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.monitor.parameter_samples import ParameterSamples
+from hf_lowprec.monitor.watched_parameters import ParameterSamples
 
 SHAPES = [(1000, 64), (7,), (64,), (3, 5, 40), (1,), (0, 4), ()]
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Adafactor
 
 import hf_lowprec
-from hf_lowprec.monitor.training_findings import is_lost
+from hf_lowprec.monitor.rules import is_lost
 from hf_lowprec.rounding.nearest import spacing
 from tests.support.training.tiny_trainer import counting_data, llama
 

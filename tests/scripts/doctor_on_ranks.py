@@ -9,8 +9,8 @@ import sys
 import torch
 
 from hf_lowprec.reduction import ddp
+from hf_lowprec.tools import machine_checks as checks
 from hf_lowprec.tools.cli import app
-from hf_lowprec.tools.doctor import checks
 
 WORD, RANK = sys.argv[-1], os.environ["RANK"]
 

@@ -40,7 +40,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import hf_lowprec
-from hf_lowprec.monitor import parameter_samples
+from hf_lowprec.monitor import watched_parameters
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.replicated_parameters import average_gradients
 from tests.support.chosen_cases import EVERY_CASE
@@ -349,7 +349,7 @@ def check_other_mesh(folder: Path, sizes: dict[str, int], optim: str, out: Path)
 
 def main(action: str, kind: str, written: str, optims: str, folder: str) -> None:
     base, sizes = Path(folder, kind), begin(written)
-    parameter_samples.SMALLEST = parameter_samples.LARGEST = 1 << 16
+    watched_parameters.SMALLEST = watched_parameters.LARGEST = 1 << 16
     if os.environ["RANK"] == "0":
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8} if action == "sums" else {}  # for TP over 8 ranks
         build(kind, **heads).save_pretrained(base)

@@ -24,8 +24,8 @@ from hf_lowprec.integrations.transformers.precision_report import precision_repo
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
 from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
+from hf_lowprec.monitor.rules import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
-from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of

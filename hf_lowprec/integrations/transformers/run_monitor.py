@@ -16,8 +16,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_lowprec.monitor.findings_catalogue import FAULTS
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
+from hf_lowprec.monitor.rules import FAULTS
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import flat_part, is_sharded

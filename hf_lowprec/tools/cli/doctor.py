@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hf_lowprec.tools.doctor.checks import CheckResult
+    from hf_lowprec.tools.machine_checks import CheckResult
 
 _RUN = "Planned run"
 
@@ -50,14 +50,14 @@ def doctor(
         raise typer.BadParameter(f"with MODEL, {'--lr' if lr is None else '--steps'} must be given", param_hint="MODEL")
     from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
     from hf_lowprec.integrations.transformers.named_models import find_model_folder
-    from hf_lowprec.tools.doctor.prediction import count_weights, plan_run, predict_rounding, recommend, suits
+    from hf_lowprec.tools.prediction import count_weights, plan_run, predict_rounding, recommend, suits
 
     try:
         run = plan_run(optim, lr, steps, scheduler, warmup_steps, weight_decay)
         predicted = predict_rounding(count_weights(open_weights(find_model_folder(model))), run)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    typer.echo(recommend(predicted, run.algorithm)[1] + "\n")
+    typer.echo(recommend(predicted, run.algorithm) + "\n")
     typer.echo("rounding    lost updates  noise")
     for mode, found in predicted.items():
         typer.echo(f"{mode:<12}{round(found.lost, 3) + 0.0:>12.1%}  {found.noise:5.2f}")  # + 0.0 makes 0 of -0
@@ -70,7 +70,7 @@ def _check_machine() -> NoReturn:
     import torch.distributed as dist
 
     from hf_lowprec.reduction.collectives import gather_objects
-    from hf_lowprec.tools.doctor import checks
+    from hf_lowprec.tools import machine_checks as checks
 
     broken = False
     with checks.joined_ranks():

@@ -29,7 +29,7 @@ def inspect(
     Exits with 1 if there is a finding, with 2 if a checkpoint cannot be read.
     """
     from hf_lowprec.integrations.checkpoint_files.input_files import InputError
-    from hf_lowprec.tools.inspection.inspection import inspect_checkpoints
+    from hf_lowprec.tools.inspection import inspect_checkpoints
 
     try:
         found = inspect_checkpoints(model, later, lr)

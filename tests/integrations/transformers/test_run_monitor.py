@@ -12,7 +12,7 @@ import torch
 import hf_lowprec
 from hf_lowprec.integrations.transformers import run_monitor
 from hf_lowprec.integrations.transformers.run_monitor import LostUpdatesWarning, RunMonitor
-from hf_lowprec.monitor.measured_step import MeasuredBlocks
+from hf_lowprec.monitor.measured_step import MeasuredStep
 from tests.support.training.tiny_trainer import is_precision, llama, optimizer_of, trained
 
 SETTINGS = {"optim": "adamw_torch", "learning_rate": 1e-6}
@@ -83,7 +83,7 @@ def fail(*args, **kwargs):
 
 
 def plant(monkeypatch, method: str) -> None:
-    owner = MeasuredBlocks if hasattr(MeasuredBlocks, method) and method != "__init__" else run_monitor.PrecisionMonitor
+    owner = MeasuredStep if hasattr(MeasuredStep, method) and method != "__init__" else run_monitor.PrecisionMonitor
     monkeypatch.setattr(owner, method, fail)
 
 

@@ -1,12 +1,31 @@
-"""Predicts what rounding does to the updates of a model in a planned run, and recommends an optimizer.
+r"""Predicts what rounding does to the updates of a model in a planned run, and recommends an optimizer.
 
 A planned run is a training run that is not started: its learning rates, and how its optimizer rounds. The sizes of its
 updates are those for gradients that are noise (`noise_directions`).
+
+**Rounding to nearest** moves a stored weight of spacing `s` by `Δ = s·round(u/s)`. The lost share of updates is
+`1 - E[u·Δ]/E[u²]`, as the training log has it. For Gaussian `u` of standard deviation σ, integration by parts gives
+
+    lost = 1 - (s/σ)·√(2/π)·Σ_{j≥0} exp(-((j+½)·s/σ)²/2)
+
+and by Stein's lemma a small drift inside of `u`, such as weight decay, loses the same share. Half is lost at σ = s/3.8.
+Here the expectation is taken over a sample of directions, which need not be Gaussian.
+
+**Stochastic rounding** loses nothing. Rounding `u` to a multiple of `s` adds noise of variance `s²·f·(1-f)`, where `f`
+is the fractional part of `u/s`: about `s·|u|` for small updates. The noise of different steps is independent, so its
+variances add up. So do those of the displacement that the updates themselves cause, `Σ_t E[u_t²]·persistence`. The
+ratio of the two sums' roots is the *noise* of a run.
+
+All of it depends on a weight's spacing alone, the distance to the next BF16 number, and that on its exponent. So a
+histogram of 256 counts replaces a tensor.
+
+**Split weights** are rounded as numbers of more bits are: with a remainder of `n` bits, their spacing is `s/2^n`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from tempfile import gettempdir
 from typing import Any, NamedTuple
 
@@ -15,9 +34,10 @@ from torch import Tensor
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
+from hf_lowprec.monitor.rules import LOST
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
 from hf_lowprec.tensor_names import parameter_kinds
-from hf_lowprec.tools.doctor.rounded_updates import Directions, RoundedUpdates, count_spacings, round_updates
 
 _ADAMS = ("adam", "adamw", "stableadamw")
 _LION = "lion"
@@ -33,12 +53,13 @@ progress, with 12 times 91%, with 21 times 87%, with 37 times 41%; with 4 times,
 does (`docs/performance/evidence.md`, learning rates and reinforcement learning)."""
 SOME_NOISE = 0.5
 """Up to here stochastic rounding is recommended: weights then move 12% further than their updates move them (√1.25)."""
-MUCH_LOSS = 0.5
-"""The share of updates from which on they count as lost, as in the training log."""
 EVALUATED_STEPS = 256
 """A longer run is predicted at this many steps, evenly spaced."""
 _SAMPLE = 512
 """Directions in a sample."""
+CHUNK = 1 << 22
+"""Elements that are converted at a time."""
+_MANTISSA_BITS = 7
 
 
 class PlannedRun(NamedTuple):
@@ -112,71 +133,57 @@ def _learning_rates(args: TrainingArguments) -> list[float]:
     return rates
 
 
-class WeightCounts(NamedTuple):
-    """The weights of a model that training stores in 16 bits: all but norms.
-
-    Attributes:
-        decayed: counts of the spacings of those with weight decay.
-        not_decayed: counts of the spacings of the others.
-    """
-
-    decayed: Tensor
-    not_decayed: Tensor
-
-
 @torch.no_grad()
-def count_weights(weights: StoredTensors) -> WeightCounts:
-    """Read the weights of a model, tensor by tensor, and count their spacings.
+def count_weights(weights: StoredTensors) -> Tensor:
+    """Read the weights of a model that training stores in 16 bits, all but norms, and count their spacings.
+
+    Returns:
+        FP64 of shape (2, 256): counts of those with weight decay, and of the others.
 
     Raises:
         ValueError: there are none.
     """
     shapes = {name: info.shape for name, info in weights.infos.items() if info.dtype.is_floating_point}
-    counted = WeightCounts(*torch.zeros(2, 256, dtype=torch.float64))
+    counts = torch.zeros(2, EXPONENTS, dtype=torch.float64)
     for name, kind in parameter_kinds(shapes).items():
         if kind != "norms":  # Trainer decays all but norms and biases
-            (counted.decayed if len(shapes[name]) > 1 else counted.not_decayed).add_(count_spacings(weights.read(name)))
-    if not sum(map(torch.sum, counted)):
+            counts[int(len(shapes[name]) <= 1)] += count_spacings(weights.read(name))
+    if not counts.any():
         raise ValueError("the files contain no floating-point weights; pass a model that is not quantized")
-    return counted
+    return counts
 
 
-def predict_rounding(
-    weights: WeightCounts, run: PlannedRun, directions: Directions | None = None
-) -> dict[str, RoundedUpdates]:
+def predict_rounding(weights: Tensor, run: PlannedRun) -> dict[str, RoundedUpdates]:
     """Predict what each of `PREDICTED_MODES` does in `run`, at up to `EVALUATED_STEPS` steps.
 
     Args:
-        weights: those with which it begins.
+        weights: those with which it begins, see `count_weights`.
         run: the planned run.
-        directions: of its updates; those of gradients that are noise by default.
     """
-    directions = directions or noise_directions(run.algorithm, run.betas)
-    last = len(run.learning_rates)
+    directions, last = noise_directions(run.algorithm, run.betas), len(run.learning_rates)
     steps = [round(step) for step in torch.linspace(1, last, min(last, EVALUATED_STEPS)).tolist()]
     rates = [run.learning_rates[step - 1] for step in steps]
+    decayed, others = weights
     return {
-        mode: round_updates(weights.decayed, directions, rates, steps, run.weight_decay, *storage)
-        + round_updates(weights.not_decayed, directions, rates, steps, 0.0, *storage)
+        mode: round_updates(decayed, directions, rates, steps, run.weight_decay, *storage)
+        + round_updates(others, directions, rates, steps, 0.0, *storage)
         for mode, storage in PREDICTED_MODES.items()
     }
 
 
-def recommend(predicted: dict[str, RoundedUpdates], algorithm: str) -> tuple[str | None, str]:
-    """A value of `TrainingArguments.optim`, None if no optimizer suits, and a sentence that says why."""
+def recommend(predicted: dict[str, RoundedUpdates], algorithm: str) -> str:
+    """A sentence with the value of `TrainingArguments.optim` to use, and why; or what to do if no optimizer suits."""
     if predicted["stochastic"].noise <= SOME_NOISE:
-        optim = f"{algorithm}_bf16_sr"
-        return optim, f'Use optim="{optim}": it needs no remainder, and its noise is small.'
-    if predicted["split"].lost > MUCH_LOSS:
-        return None, "Raise the learning rate: updates are too small even for FP32 weights."
-    optim = f"{algorithm}_bf16_split"
-    return optim, f'Use optim="{optim}": it stores the FP32 weights, so no update is lost.'
+        return f'Use optim="{algorithm}_bf16_sr": it needs no remainder, and its noise is small.'
+    if predicted["split"].lost > LOST:
+        return "Raise the learning rate: updates are too small even for FP32 weights."
+    return f'Use optim="{algorithm}_bf16_split": it stores the FP32 weights, so no update is lost.'
 
 
 def suits(predicted: dict[str, RoundedUpdates], rounding: str) -> bool:
     """Return whether a mode neither loses half of the updates nor adds much noise; Kahan summation does neither."""
     found = predicted.get(rounding)
-    return found is None or (found.lost <= MUCH_LOSS and found.noise <= MUCH_NOISE)
+    return found is None or (found.lost <= LOST and found.noise <= MUCH_NOISE)
 
 
 def noise_directions(algorithm: str, betas: tuple[float, float]) -> Directions:
@@ -210,13 +217,8 @@ def noise_directions(algorithm: str, betas: tuple[float, float]) -> Directions:
     """
     if algorithm == _LION:
         return Directions(torch.ones(1, dtype=torch.float64), 0.0, _lion_persistence(*betas))
-    size = _adam_size(betas[0])
+    size = math.sqrt((1 - betas[0]) / (1 + betas[0]))  # root mean square after many steps
     return Directions(size * _half_normal_sample(), betas[0] if algorithm in _ADAMS else 0.0, 1 / size**2)
-
-
-def _adam_size(beta1: float) -> float:
-    """Root mean square of the directions of Adam after many steps, if gradients are noise."""
-    return math.sqrt((1 - beta1) / (1 + beta1))
 
 
 def _lion_persistence(beta1: float, beta2: float) -> float:
@@ -234,3 +236,128 @@ def _half_normal_sample() -> Tensor:
     quantiles = (torch.arange(_SAMPLE, dtype=torch.float64) + 0.5) / _SAMPLE
     values = math.sqrt(2) * torch.erfinv(quantiles)
     return values / values.square().mean().sqrt()
+
+
+def magnitudes() -> Tensor:
+    """The root mean square of the numbers with each exponent field, if they are uniform (FP64, 256 elements)."""
+    return spacings_by_exponent(torch.bfloat16) * 2**_MANTISSA_BITS * (7 / 3) ** 0.5
+
+
+def count_spacings(tensor: Tensor) -> Tensor:
+    """Count the elements of a tensor by the spacing of the BF16 numbers around them.
+
+    Below a power of two, such as the 1.0 of a new norm, numbers are twice as dense as above it; it counts half for each
+    spacing. NaNs and infinities are left out.
+
+    Args:
+        tensor: any floating-point tensor; it is rounded to BF16 first.
+
+    Returns:
+        An FP64 tensor of 256 counts in the order of `spacings_by_exponent`.
+    """
+    counts = torch.zeros(2 * EXPONENTS, dtype=torch.int64)
+    for chunk in tensor.detach().reshape(-1).split(CHUNK):
+        bits = chunk.to(torch.bfloat16).view(torch.int16).int() & 0x7FFF
+        is_power = (bits & 0x7F) == 0
+        counts += torch.bincount((bits >> _MANTISSA_BITS) * 2 + is_power, minlength=2 * EXPONENTS).cpu()
+    counts[-2:] = 0  # infinities and NaNs
+    others, powers = counts.double().view(EXPONENTS, 2).unbind(1)
+    below = powers / 2
+    below[:2] = 0  # zero and the smallest normal number have the same spacing on both sides
+    return others + powers - below + torch.cat((below[1:], below.new_zeros(1)))
+
+
+class Directions(NamedTuple):
+    """The directions of an optimizer's updates, whose sizes are in units of its learning rate.
+
+    The update of a weight is `u = -lr·(r + wd·w)`, with the *direction* `r` and a decoupled weight decay `wd`.
+
+    Attributes:
+        sample: absolute values of directions, equally likely, of both signs (FP64).
+        beta1: the decay rate from which `growth` follows; 0 if directions have their final size from the first step.
+        persistence: the variance of a sum of directions over many steps, per step, relative to that of a single one.
+    """
+
+    sample: Tensor
+    beta1: float
+    persistence: float
+
+    def growth(self, steps: Tensor) -> Tensor:
+        """The size of directions in each of `steps`, counted from 1, relative to that after many steps."""
+        decayed = self.beta1**steps
+        return ((1 + decayed) / (1 - decayed)).sqrt()
+
+
+class RoundedUpdates(NamedTuple):
+    """Sums over weights, for each of some steps (FP64).
+
+    Attributes:
+        square: `Σ u²`.
+        stored: `Σ u·Δ`.
+        variance: the sum of the variances that stochastic rounding adds.
+        displacement: the sum of the variances that these updates add to the weights' displacement.
+    """
+
+    square: Tensor
+    stored: Tensor
+    variance: Tensor
+    displacement: Tensor
+
+    @property
+    def lost(self) -> float:
+        """The lost share of all updates."""
+        square = float(self.square.sum())
+        return 1 - float(self.stored.sum()) / square if square else 0.0
+
+    @property
+    def noise(self) -> float:
+        """Root mean square of the noise that rounding adds, relative to that of the displacement."""
+        displacement = float(self.displacement.sum())
+        return (float(self.variance.sum()) / displacement) ** 0.5 if displacement else 0.0
+
+    def __add__(self, other: RoundedUpdates) -> RoundedUpdates:  # type: ignore[override]
+        return RoundedUpdates(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+@torch.no_grad()
+def round_updates(
+    counts: Tensor,
+    directions: Directions,
+    learning_rates: Sequence[float],
+    steps: Sequence[int],
+    weight_decay: float,
+    quantum: float,
+    stochastic: bool,
+) -> RoundedUpdates:
+    """Predict the rounding of weights' updates.
+
+    Args:
+        counts: how many weights have which spacing, see `count_spacings`.
+        directions: of the updates.
+        learning_rates: in each of `steps`.
+        steps: counted from 1.
+        weight_decay: decoupled, and part of the same update; 0 if it is a separate operation.
+        quantum: the spacing of what is stored, relative to the weight's.
+        stochastic: whether it is rounded stochastically, or to nearest.
+
+    Returns:
+        Sums over the weights, for each step.
+    """
+    rates = torch.tensor(learning_rates, dtype=torch.float64)[:, None]
+    sample = directions.sample * directions.growth(torch.tensor(steps, dtype=torch.float64))[:, None]
+    total = torch.zeros(4, len(steps), dtype=torch.float64)
+    for count, spacing, magnitude in zip(counts, spacings_by_exponent(torch.bfloat16), magnitudes(), strict=True):
+        if not count:
+            continue
+        decay, spacing = weight_decay * magnitude, spacing * quantum
+        updates = rates / spacing * (torch.cat((sample + decay, decay - sample), dim=1) if decay else sample)
+        square, variance = updates.square().mean(1), torch.zeros(len(steps), dtype=torch.float64)
+        stored = square
+        if stochastic:
+            fraction = updates - updates.floor()
+            variance = (fraction - fraction.square()).mean(1)
+        else:
+            stored = (updates * updates.round()).mean(1)
+        displacement = (rates / spacing * directions.sample).square().mean(1) * directions.persistence
+        total += count * spacing**2 * torch.stack((square, stored, variance, displacement))
+    return RoundedUpdates(*total)
