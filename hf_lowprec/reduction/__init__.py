@@ -1,6 +1,6 @@
 """Gradients that travel in 16 bits and are summed in FP32: across ranks and across micro-batches."""
 
-from hf_lowprec.reduction.compare_replicas import check_replicas
+from hf_lowprec.reduction.compare_ranks import check_replicas
 from hf_lowprec.reduction.ddp import BucketAverager, reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import reduce_scatter_in_fp32, shard_fp32_parameters
 from hf_lowprec.reduction.grad_accumulation import GradientAccumulator

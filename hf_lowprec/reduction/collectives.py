@@ -1,4 +1,4 @@
-"""Gather Python objects from all ranks, and explain the failure of a collective by the loss of a rank."""
+"""Collectives: objects and tensors of all ranks, memory to receive them in, and an error if a rank is lost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -86,3 +87,35 @@ def all_gather(output: Tensor, shard: Tensor, **options: Any) -> Any:
     """All-gather into one tensor, by the function's name in this version of torch: 2.13 renamed it."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return all_gather(output, shard, **options)
+
+
+class ScratchBuffers:
+    """Temporary memory that reductions reuse: flat tensors by name, dtype and device.
+
+    Each grows to the largest size requested and is never freed.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def get(self, name: str, count: int, like: Tensor) -> Tensor:
+        """The first `count` elements of a buffer, uninitialized and valid until the next request of that name.
+
+        Args:
+            name: distinguishes buffers that are in use at the same time.
+            count: number of elements.
+            like: a tensor of the dtype and on the device of the buffer.
+        """
+        key = (name, like.dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[key] = like.new_empty(count)
+        return buffer[:count]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_buffers": {}}  # contents are temporary

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.reduction.collectives import all_gather, explain_lost_rank
+from hf_lowprec.reduction.collectives import ScratchBuffers, all_gather, explain_lost_rank
 from hf_lowprec.reduction.private_torch_apis import comm_hook_states, forget_comm_hooks, leave_gradients_to_hook
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes reduced at once. DDP's buckets are smaller by default, except that the first backward has only one bucket."""
@@ -104,7 +103,8 @@ class BucketAverager:
         Returns:
             A future of `gradient`, completed when the averages are in it.
         """
-        future = _future(gradient.device)
+        devices: list[int | str | torch.device] = [] if gradient.device.type == "cpu" else [gradient.device]
+        future: torch.futures.Future = torch.futures.Future(devices=devices)
 
         def set_result() -> None:
             if on_mean is not None:
@@ -289,8 +289,3 @@ def _give_means(take_means: list[TakeMeans], params: Sequence[Tensor], means: Se
             param.grad = mean.clone()
         elif param.grad.data_ptr() != mean.data_ptr():
             param.grad.copy_(mean)
-
-
-def _future(device: torch.device) -> torch.futures.Future:
-    """A future that DDP can wait for on `device`."""
-    return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from hf_lowprec.reduction.collectives import explain_lost_rank
+from hf_lowprec.reduction.collectives import ScratchBuffers, explain_lost_rank
 from hf_lowprec.reduction.private_torch_apis import (
     group_fp32_parameters,
     parameter_groups,
@@ -31,7 +31,6 @@ from hf_lowprec.reduction.private_torch_apis import (
     trained_parameters,
 )
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding import dtype_name
 
 Reduction = Literal["rank_order", "nccl"]

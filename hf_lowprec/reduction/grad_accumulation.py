@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from hf_lowprec.reduction.private_torch_apis import is_view, version_of
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 GradAccumulation = Literal["nearest", "fp32"]
@@ -122,7 +121,7 @@ class GradientAccumulator:
     @property
     def nbytes(self) -> int:
         """Bytes held in addition to the gradients."""
-        return sum(each.value.nbytes for each in self._sums.values())
+        return sum(exact.value.nbytes for exact in self._sums.values())
 
     def restart(self) -> None:
         """Begin new sums. Call it when `p.grad` is final, for example after the reduction over ranks."""
@@ -143,12 +142,12 @@ class GradientAccumulator:
         exact = self._sums.get(param)
         # Views of a bucket share the version of the whole bucket.
         unchanged = exact is not None and (
-            is_view(total) or (exact.grad() is total and exact.grad_version == version_of(total))
+            total._is_view() or (exact.grad() is total and exact.grad_version == total._version)
         )
         if not unchanged:
             exact = self._sums[param] = _Sum(total.to(_sum_dtype(total)), TensorWeakRef(total), 0)
         exact.value += gradient
         total.copy_(exact.value)
-        exact.grad_version = version_of(total) + 1
+        exact.grad_version = total._version + 1
         # Autograd adds minus zero, which changes nothing, not even the sign of a zero.
         return (gradient.new_full((), -0.0).expand_as(gradient),)

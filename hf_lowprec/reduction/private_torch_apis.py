@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -38,16 +38,6 @@ def comm_hook_states(model: DistributedDataParallel) -> list[object]:
 def leave_gradients_to_hook(model: DistributedDataParallel) -> None:
     """Make `model` copy no averages from its buckets to `param.grad`: its communication hook does. Cannot be undone."""
     model.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
-
-
-def version_of(tensor: Tensor) -> int:
-    """The number of times that `tensor`, or the storage that it is a view of, was changed in place."""
-    return tensor._version
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd sees `tensor` as a view, which shares the version of its base."""
-    return tensor._is_view()
 
 
 def reduce_scatters(module: FSDPModule) -> Iterator[tuple[Any, dist.ProcessGroup, int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.fsdp2 import Reduction
 from hf_lowprec.reduction.grad_accumulation import GradientAccumulator
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 
 @dataclass(frozen=True)

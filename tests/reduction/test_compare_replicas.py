@@ -5,7 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction import check_replicas
-from hf_lowprec.reduction.compare_replicas import synchronized_parameters
+from hf_lowprec.reduction.compare_ranks import synchronized_parameters
 from tests.support.processes.ranks import run_script
 
 

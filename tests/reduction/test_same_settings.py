@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_lowprec.reduction.same_settings import to_plain_value
+from hf_lowprec.reduction.compare_ranks import to_plain_value
 
 
 def test_a_device_is_the_same_on_every_rank_but_for_its_index():

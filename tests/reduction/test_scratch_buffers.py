@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
+from hf_lowprec.reduction.collectives import ScratchBuffers
 
 
 def test_memory_is_kept_by_name_and_dtype_and_grows_to_the_largest_size():

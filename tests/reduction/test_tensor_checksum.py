@@ -5,8 +5,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from hf_lowprec.reduction import compare_replicas as module
-from hf_lowprec.reduction.compare_replicas import checksum
+from hf_lowprec.reduction import compare_ranks as module
+from hf_lowprec.reduction.compare_ranks import checksum
 
 PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hf_lowprec.reduction import BucketAverager
+from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from tests.support.processes.worlds import run_worlds
 
 RANKS = 4

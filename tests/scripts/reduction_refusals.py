@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction import fsdp2, reduce_scatter_in_fp32, shard_fp32_parameters
+from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from tests.scripts.reduction_fsdp2 import BF16, FP16, FP32, WIDE, Block, Linear, mean_of_replicas, replicated
 from tests.support.processes.worlds import run_worlds
 from tests.support.reduction.numpy_reference import as_tensor, gradients, mean, same_bits

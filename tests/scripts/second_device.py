@@ -31,7 +31,7 @@ from hf_lowprec.optim.offload import host_steps
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.state.fp32_weights import fp32_state_dict, keep_low_bits
 from hf_lowprec.reduction import GradientAccumulator, reduce_in_fp32, reduce_scatter_in_fp32
-from hf_lowprec.reduction.compare_replicas import checksum
+from hf_lowprec.reduction.compare_ranks import checksum
 from tests.support.chosen_cases import EVERY_CASE, one_in_turn
 from tests.support.optim.every_optimizer import CONFIGURATIONS, MODES, NAMES, OPTIONS, build, parameters
 from tests.support.optim.optimizer_contents import assert_equal, everything, train

@@ -42,7 +42,7 @@ from transformers.distributed import DistributedConfig
 import hf_lowprec
 from hf_lowprec.monitor import watched_parameters
 from hf_lowprec.reduction import check_replicas
-from hf_lowprec.reduction.replicated_parameters import average_gradients
+from hf_lowprec.reduction.rank_mean import average_gradients
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard

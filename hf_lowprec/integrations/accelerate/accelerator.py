@@ -38,8 +38,13 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
-from hf_lowprec.reduction.collectives import gather_objects
-from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
+from hf_lowprec.reduction.collectives import ScratchBuffers, gather_objects
+from hf_lowprec.reduction.compare_ranks import (
+    check_same_settings,
+    find_replica_difference,
+    model_settings,
+    synchronized_parameters,
+)
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import (
     Reduction,
@@ -51,10 +56,8 @@ from hf_lowprec.reduction.fsdp2 import (
 )
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.private_torch_apis import set_policy
+from hf_lowprec.reduction.rank_mean import PartialGradients, average_gradients
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
-from hf_lowprec.reduction.replicated_parameters import PartialGradients, average_gradients
-from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
-from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.wrapped_method import temporarily_wrapped
 
 AUTOCAST_OFF = "mixed precision: 'bf16' (the default of some Trainers) is off, because the model itself is BF16"

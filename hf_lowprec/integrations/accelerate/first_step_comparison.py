@@ -14,12 +14,14 @@ from torch import nn
 from hf_lowprec.integrations.accelerate.private_apis import trains_on_several_ranks
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.collectives import gather_if_different
-from hf_lowprec.reduction.compare_replicas import (
+from hf_lowprec.reduction.compare_ranks import (
+    check_same_settings,
     find_replica_difference,
+    model_settings,
+    optimizer_settings,
     synchronized_parameters,
-    with_optimizer_states,
+    to_plain_value,
 )
-from hf_lowprec.reduction.same_settings import check_same_settings, model_settings, optimizer_settings, to_plain_value
 
 
 class FirstStepComparison:
@@ -92,7 +94,7 @@ class FirstStepComparison:
         with_its_state = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
         if with_its_state is not None:
             with_its_state.finish_host_steps()  # of parameters whose gradients were released
-        difference = find_replica_difference(with_optimizer_states(named, with_its_state))
+        difference = find_replica_difference(named, with_its_state)
         of_ranks = gather_if_different(difference) or [difference]  # replicas of shards are in several groups
         if any(of_ranks):
             raise RuntimeError(

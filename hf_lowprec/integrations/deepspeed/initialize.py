@@ -19,7 +19,7 @@ from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flag
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
 from hf_lowprec.integrations.deepspeed.private_apis import data_parallel_group, keeping_dtypes, shares_experts
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.reduction.same_settings import check_same_settings, model_settings, optimizer_settings, to_plain_value
+from hf_lowprec.reduction.compare_ranks import check_same_settings, model_settings, optimizer_settings, to_plain_value
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.wrapped_method import wrap_method
 

@@ -1,9 +1,14 @@
-"""Check that replicas are still identical. Ranks exchange only a checksum per tensor, computed in one read."""
+"""Check that all ranks train with the same settings, and that replicas are still identical.
+
+Ranks exchange digests; the settings, or a checksum per tensor, are exchanged only if the digests differ.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.reduction.private_torch_apis import meshes_beside, names_ignored_by_ddp
-from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings
+from hf_lowprec.rounding import dtype_name
 
-_GOLDEN_RATIO_BITS = 0x1E3779B97F4A7C15
-"""G: ⌊2⁶⁴ / golden ratio⌋ modulo 2⁶³."""
+_SHOWN = 3
+"""The number of differences, and of ranks with one value, that a message names."""
+_MISSING = "missing"
+_WEIGHT_STEP = 2 * 0x1E3779B97F4A7C15
+"""By how much the weights of a checksum grow with each position: twice ⌊2⁶⁴ / golden ratio⌋ modulo 2⁶³."""
 
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -41,25 +49,30 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         check_same_settings(
             optimizer_settings(optimizer, {param: name for name, param in synchronized_parameters(model)})
         )
-    tensors = with_optimizer_states(synchronized_parameters(model), optimizer)
-    difference = find_replica_difference(tensors)
+    difference = find_replica_difference(synchronized_parameters(model), optimizer)
     if difference is not None:
         raise RuntimeError(difference)
 
 
-def find_replica_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Compare tensors that should be identical on all replicas by their checksums. Every rank must call it.
+def find_replica_difference(
+    parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None = None
+) -> str | None:
+    """Compare parameters that should be identical on all replicas by their checksums. Every rank must call it.
 
     Args:
-        tensors: name and tensor, in the same order on all ranks.
+        parameters: name and parameter, in the same order on all ranks.
+        optimizer: the states that it has of these parameters are compared as well.
 
     Returns:
         A description of the first difference, on every rank of the group in which it was found; None if there is none.
     """
     by_group: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, tensor in tensors:
-        for group in _replica_groups(tensor):
-            by_group[group].append((name, tensor))
+    for name, param in parameters:
+        states = {} if optimizer is None else optimizer.state.get(param, {})
+        tensors = {name: param} | {f"{name} ({key})": state for key, state in states.items()}
+        for found, tensor in tensors.items():
+            for group in _replica_groups(tensor) if isinstance(tensor, Tensor) else ():
+                by_group[group].append((found, tensor))
     # All groups are compared, even after a difference: the ranks of another group wait for this one.
     differences = [_compare_in_group(group, held) for group, held in by_group.items() if group.size() > 1]
     return next(filter(None, differences), None)
@@ -100,16 +113,6 @@ def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, param) for name, param in model.named_parameters() if param not in ignored)
 
 
-def with_optimizer_states(
-    parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and parameter, each followed by the name and tensor of its states in `optimizer`."""
-    for name, param in parameters:
-        yield name, param
-        states = {} if optimizer is None else optimizer.state.get(param, {})
-        yield from ((f"{name} ({key})", value) for key, value in states.items() if isinstance(value, Tensor))
-
-
 def _replica_groups(tensor: Tensor) -> Iterable[dist.ProcessGroup]:
     """The groups whose ranks all hold the same part of `tensor` as this rank."""
     placements = getattr(tensor, "placements", None)
@@ -136,11 +139,11 @@ def checksum(tensor: Tensor) -> Tensor:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     patterns, chunk = _bit_patterns(local), _chunk_size(local.device)
     total = torch.zeros((), dtype=torch.int64, device=patterns.device)
-    weights = _position_weights(min(patterns.numel(), chunk), patterns.device)
+    weights = torch.arange(min(patterns.numel(), chunk), device=patterns.device) * _WEIGHT_STEP + 1
     for number, part in enumerate(patterns.split(chunk)):
         values = part.to(torch.int64)
-        # A chunk's weights are those of the first chunk plus a constant, modulo 2⁶⁴.
-        total += (values * weights[: part.numel()]).sum() + values.sum() * _weight_offset(number * chunk)
+        # A chunk's weights are those of the first chunk plus a constant. int64 is computed modulo 2⁶⁴.
+        total += (values * weights[: part.numel()]).sum() + values.sum() * (number * chunk) * _WEIGHT_STEP
     return total
 
 
@@ -158,12 +161,99 @@ def _chunk_size(device: torch.device) -> int:
     return 1 << 16 if device.type == "cpu" else 1 << 22
 
 
-def _position_weights(count: int, device: torch.device) -> Tensor:
-    """The weights w_0 to w_(count - 1), modulo 2⁶⁴ as int64."""
-    return torch.arange(count, device=device) * _weight_offset(1) + 1
+def check_same_settings(settings: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same settings. Every rank must call it.
+
+    Args:
+        settings: values by name, as `to_plain_value` returns them.
+
+    Raises:
+        RuntimeError: settings differ. Raised on every rank; the message gives the names and values that differ, and
+            the ranks that have them.
+    """
+    by_rank = gather_if_different(dict(settings))
+    if by_rank is None:
+        return
+    differences = []
+    for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
+        values = [of_rank.get(name, _MISSING) for of_rank in by_rank]
+        if all(value == values[0] for value in values):
+            continue
+        ranks: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks.setdefault(_MISSING if value is _MISSING else repr(value), []).append(rank)
+        first, *rest = (f"{value} on {_describe_ranks(having)}" for value, having in ranks.items())
+        differences.append(f"{name} is {', '.join(rest[:_SHOWN])} and {first}")
+    if differences:
+        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise RuntimeError(
+            f"ranks train with different settings: {'; '.join(differences[:_SHOWN])}{more}. Replicas would "
+            "diverge; use the same settings on every rank"
+        )
 
 
-def _weight_offset(positions: int) -> int:
-    """The growth of the weight over so many positions: 2·G·positions modulo 2⁶⁴, as an int64."""
-    offset = 2 * _GOLDEN_RATIO_BITS * positions % 2**64
-    return offset - 2**64 if offset >= 2**63 else offset
+def model_settings(model: nn.Module) -> dict[str, Any]:
+    """The names, dtypes, shapes and order of a model's parameters, before DDP or FSDP2 wraps it."""
+    cls = type(model).__name__
+    return {
+        f"parameter {k} of {cls}": _describe_parameter(name, param) + ("" if param.requires_grad else ", frozen")
+        for k, (name, param) in enumerate(model.named_parameters())
+    }
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """An optimizer's class, all settings of its groups, and the order of its parameters.
+
+    Args:
+        optimizer: any optimizer with torch's interface.
+        names: qualified names of the parameters.
+    """
+    cls = type(optimizer)
+    settings: dict[str, Any] = {
+        "the optimizer": f"{cls.__module__}.{cls.__qualname__}",
+        "skip_nonfinite": getattr(optimizer, "skip_nonfinite", None),
+        "gradient_release": getattr(optimizer, "gradient_release", None),
+        "clip": getattr(optimizer, "clip", None),
+        "the number of param_groups": len(optimizer.param_groups),
+    }
+    for k, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                settings[f"param_groups[{k}][{key!r}]"] = to_plain_value(value)
+        for i, param in enumerate(group["params"]):
+            settings[f"param_groups[{k}]['params'][{i}]"] = _describe_parameter(names.get(param, "a parameter"), param)
+    return settings
+
+
+def to_plain_value(value: Any) -> Any:
+    """Convert a setting to built-in objects, which compare, pickle and print the same in every process.
+
+    Objects of other types are represented by the name of their class.
+    """
+    if isinstance(value, Tensor):
+        return to_plain_value(value.tolist())
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, torch.device):
+        return value.type  # the index differs between ranks
+    if isinstance(value, Mapping):
+        return {str(key): to_plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_value(item) for item in value]
+    return type(value).__qualname__
+
+
+def _describe_parameter(name: str, param: Tensor) -> str:
+    return f"{name}: {dtype_name(param.dtype)} {tuple(param.shape)}"
+
+
+def _describe_ranks(ranks: list[int]) -> str:
+    """Name the first few of `ranks`, and the number of the others."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{more}"
