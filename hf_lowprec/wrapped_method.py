@@ -13,15 +13,16 @@ _WRAPPERS = "_hf_lowprec_wrappers"
 """The attribute of an instance that holds its `_Wrappers`."""
 
 
-def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
+def wrap_method(owner: object, name: str, wrapper: Callable, cls: type | None = None) -> None:
     """Replace `owner.name` by `wrapper(original, *args, **kwargs)`; for a method, `args` begin with the instance.
 
     An instance is still freed with its last reference, since its wrapped method does not refer to it. Copies of it have
     the wrapper too, and call it with themselves. It can be pickled if `wrapper` can. In place of a method, it may have
-    a property, whose getter is wrapped.
+    a property, whose getter is wrapped. With `cls`, a base class of the instance's own, its method of that class is
+    wrapped, which overrides reach by `super()`.
     """
     if not isinstance(owner, type | ModuleType):
-        _wrap_method_of_instance(owner, name, wrapper)
+        _wrap_method_of_instance(owner, name, wrapper, cls)
         return
     replaced = inspect.getattr_static(owner, name)
     kind = type(replaced) if isinstance(replaced, classmethod | staticmethod) else None
@@ -113,9 +114,9 @@ def _unpickled(wrappers: dict[tuple[type, str], tuple[Callable, ...]]) -> _Wrapp
     return _Wrappers(wrappers)
 
 
-def _wrap_method_of_instance(instance: object, name: str, wrapper: Callable) -> None:
+def _wrap_method_of_instance(instance: object, name: str, wrapper: Callable, cls: type | None) -> None:
     attributes = vars(instance)
-    cls = next(cls for cls in type(instance).__mro__ if name in vars(cls))
+    cls = cls or next(base for base in type(instance).__mro__ if name in vars(base))
     original = _call_wrappers(cls, name)
 
     def is_own(value: Any) -> bool:

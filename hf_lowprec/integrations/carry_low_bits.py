@@ -33,25 +33,23 @@ TakenLowBits = dict[str, dict[str, Any]]
 """The results of `low_bits_to_save`, by parameter name."""
 
 
-def take_low_bits(model: nn.Module) -> TakenLowBits:
-    """Take the low bits kept for parameters of `model` away from them."""
-    kept = {}
+@contextlib.contextmanager
+def taken_low_bits(model: nn.Module) -> Iterator[TakenLowBits]:
+    """Take the low bits kept for parameters of `model` away from them, for `give_low_bits` after preparing it inside.
+
+    If there is an error inside, they are returned, so that the model can be prepared again.
+    """
+    taken = {}
     for name, param in _named(model):
         if attached_low_bits(param) is not None and (saved := low_bits_to_save(param)) is not None:
-            kept[name] = saved
+            taken[name] = saved
         remove_low_bits(param)
-    return kept
-
-
-@contextlib.contextmanager
-def returned_on_error(model: nn.Module, kept: TakenLowBits) -> Iterator[None]:
-    """If there is an error inside, return what `take_low_bits` has taken, so that the model can be prepared again."""
     try:
-        yield
+        yield taken
     except BaseException:
         for name, param in _named(model):
-            if name in kept:
-                restore_saved_low_bits(param, kept[name])
+            if name in taken:
+                restore_saved_low_bits(param, taken[name])
         raise
 
 
@@ -60,7 +58,7 @@ def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) ->
 
     Args:
         model: the model after `Accelerator.prepare`.
-        kept: what `take_low_bits` has returned on this rank.
+        kept: those that `taken_low_bits` has taken on this rank.
         device: where tensors are sent between ranks.
     """
     params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
@@ -76,7 +74,7 @@ def low_bits_of_rank_0(
     """The low bits that rank 0 has taken: name and whole tensor. Every rank must iterate.
 
     Args:
-        kept: what `take_low_bits` has returned on this rank.
+        kept: those that `taken_low_bits` has taken on this rank.
         shapes: of the parameters, by name.
         device: where tensors are sent between ranks.
     """

@@ -1,6 +1,6 @@
 """`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, under DDP, FSDP2 and HSDP.
 
-It gives that one accelerator a class and a state of its own. Other accelerators and their class are not changed.
+It gives that one accelerator a state of its own and wraps its methods, listed at the end of this file.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,32 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
-from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, runs_under_autocast
+from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.casting.losses import warn_if_in_16_bits
 from hf_lowprec.casting.module_hooks import returns_float32
 from hf_lowprec.casting.module_tree import compiled_module
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.integrations.accelerate.first_step_comparison import FirstStepComparison
-from hf_lowprec.integrations.accelerate.unsupported import check_sharded_at_load, check_sizes, check_supported
-from hf_lowprec.integrations.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
-from hf_lowprec.integrations.collect_after_reduction import data_parallel_wrappers
+from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison, warn_of_different_weights
+from hf_lowprec.integrations.accelerate.unsupported import (
+    check_optimizer,
+    check_prepared_models,
+    check_sharded_at_load,
+    check_sizes,
+    check_supported,
+    describe_separate_processes,
+)
+from hf_lowprec.integrations.carry_low_bits import TakenLowBits, give_low_bits, taken_low_bits
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
-from hf_lowprec.reduction.collectives import ScratchBuffers, gather_objects
-from hf_lowprec.reduction.compare_ranks import (
-    check_same_settings,
-    find_replica_difference,
-    model_settings,
-    synchronized_parameters,
-)
+from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import (
     Reduction,
@@ -58,10 +57,12 @@ from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAcc
 from hf_lowprec.reduction.private_torch_apis import set_policy
 from hf_lowprec.reduction.rank_mean import PartialGradients, average_gradients
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
-from hf_lowprec.wrapped_method import temporarily_wrapped
+from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
 AUTOCAST_OFF = "mixed precision: 'bf16' (the default of some Trainers) is off, because the model itself is BF16"
 
+_STATUS = "_hf_lowprec"
+"""The attribute of a prepared accelerator: its `ReductionStatus`, `RankComparison` and `PreparedModels`."""
 _PARTITIONED = {
     1: "all weights and gradients, and a part of the states",
     2: "all weights, and a part of gradients and states",
@@ -110,7 +111,7 @@ def prepare_accelerator(
     """
     check_grad_accumulation(grad_accumulation)
     check_reduction(reduction)
-    if isinstance(accelerator, _Prepared):
+    if hasattr(accelerator, _STATUS):
         earlier, *_ = accelerator._hf_lowprec
         for name, value in (("grad_accumulation", grad_accumulation), ("reduction", reduction)):
             if getattr(earlier, name) != value:
@@ -118,7 +119,7 @@ def prepare_accelerator(
         return earlier
     check_supported(accelerator, grad_accumulation, reduction)
     models = private_apis.prepared_models(accelerator)
-    _check_prepared_models(models, grad_accumulation)
+    check_prepared_models(models, grad_accumulation)
     for model in models:  # prepared but not wrapped, so they can still be changed
         _return_float32_if_cast(model)
         _forbid_later_cast(model)
@@ -130,69 +131,36 @@ def prepare_accelerator(
         )
     if private_apis.switch_autocast_off(accelerator):
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
-    _warn_of_separate_processes(accelerator, status)
-    comparison = FirstStepComparison(accelerator)
-    accelerator._hf_lowprec = status, comparison, PreparedModels()
+    if note := describe_separate_processes(accelerator):
+        status.notes.append(note)
+        logger.warning("hf_lowprec: %s", note)
+    comparison = RankComparison(accelerator, status)
+    setattr(accelerator, _STATUS, (status, comparison, PreparedModels()))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _configure_deepspeed(accelerator, status)
-        accelerator.__class__ = _prepared_class(type(accelerator), _UnderDeepSpeed, _Prepared)
+        wrap_method(accelerator, "prepare", _prepare_under_deepspeed)
         return status
-    accelerator.__class__ = _prepared_class(type(accelerator), _BeforeOverrides, _BehindOverrides)
+    for name, method in _METHODS.items():
+        wrap_method(accelerator, name, method)
+    for name, method in _METHODS_OF_ACCELERATE.items():
+        wrap_method(accelerator, name, method, Accelerator)
     for optimizer in private_apis.prepared_optimizers(accelerator):
         comparison.watch(optimizer, models)
     return status
 
 
-def _configure_deepspeed(accelerator: Accelerator, reduction: ReductionStatus) -> None:
+def _configure_deepspeed(accelerator: Accelerator, status: ReductionStatus) -> None:
     """Set in DeepSpeed's configuration what our optimizers need."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if changed := set_bf16_flags(config):
-        reduction.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
-    if reduction.grad_accumulation == "fp32":
+        status.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
+    if status.grad_accumulation == "fp32":
         config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
-
-
-def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:
-    """Raise ValueError if one of `models`, which an accelerator has prepared, can no longer be changed as needed."""
-    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models):
-        reason = "a model was already prepared"
-    elif any(map(runs_under_autocast, models)):
-        reason = "a model was already prepared with mixed precision, so it runs under autocast"
-    elif grad_accumulation != "nearest" and any(p.requires_grad for model in models for p in model.parameters()):
-        reason = f"a model was already prepared without grad_accumulation={grad_accumulation!r}"
-    else:
-        return
-    raise ValueError(f"{reason}; call prepare_accelerator before accelerator.prepare")
 
 
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
     """Return whether these arguments of `Accelerator.prepare_model` (after the model) say that it is only evaluated."""
     return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
-
-
-def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionStatus) -> None:
-    """Warn if more processes were started or asked for than accelerate trains with."""
-    started = int(os.environ.get("WORLD_SIZE", "0"))
-    if started > accelerator.num_processes:
-        reduction.notes.append(
-            f"{started} processes were started (WORLD_SIZE), but accelerate trains with {accelerator.num_processes}: "
-            "each trains alone. Without GPUs, start the script with --use_cpu or use Accelerator(cpu=True)"
-        )
-    # Accelerate's launcher of single processes sets no WORLD_SIZE, and an address if it was asked for several.
-    elif not started and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
-        reduction.notes.append(
-            "accelerate launch was asked for several processes and has started 1, as it does with --cpu; start them "
-            "with torchrun --nproc-per-node"
-        )
-    else:
-        return
-    logger.warning("hf_lowprec: %s", reduction.notes[-1])
-
-
-def _any_in_ddp(models: list[nn.Module]) -> bool:
-    """Return whether DDP wraps any of `models`. Accelerate keeps the models that it prepares, but no wrappers."""
-    wrappers = data_parallel_wrappers() if models else ()  # searching takes a tenth of a second
-    return any(getattr(wrapper, "module", None) in models for wrapper in wrappers)
 
 
 class PreparedModels(weakref.WeakSet):
@@ -202,7 +170,7 @@ class PreparedModels(weakref.WeakSet):
         return type(self), (list(self),)
 
 
-def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
+def _reduce_sharded_at_load(accelerator: Any, model: nn.Module) -> None:
     """Let gradients be summed in FP32 of a model that transformers has sharded over a device mesh while loading it.
 
     FSDP2 reduces the gradients of what it has sharded. Those of what tensor and expert parallelism alone have sharded
@@ -212,30 +180,31 @@ def _reduce_sharded_at_load(accelerator: Accelerator, reduction: ReductionStatus
         ValueError: parallelism is not supported.
         RuntimeError: the ranks' models or settings differ.
     """
+    status, comparison, _ = accelerator._hf_lowprec
     sizes: Any = model.config.distributed_config  # type: ignore[union-attr]
     check_sizes(sizes)
-    _compare_models(accelerator, reduction, model)
+    comparison.compare_models([model])
     for module, group, forward in private_apis.partial_gradients(model):
         partial = PartialGradients(module, group)
         partial.watch()
         module.forward = functools.partial(_watching, partial, forward)
-    if reduction.grad_accumulation != "nearest":  # of what FSDP2 has not sharded
-        reduction.accumulators.append(GradientAccumulator(model))
+    if status.grad_accumulation != "nearest":  # of what FSDP2 has not sharded
+        status.accumulators.append(GradientAccumulator(model))
     if sizes.dp_size > 1:
         dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
-        in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or reduction.grad_accumulation == "fp32"
+        in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or status.grad_accumulation == "fp32"
         set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
         scratch = reduce_scatter_in_fp32(model)
         reshard_after_evaluation(model)
         wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
-        reduction.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
+        status.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
     if private_apis.trains_on_several_ranks(accelerator.num_processes, [model]):
         average_gradients(
             private_apis.replicated_parameters(model),
             functools.partial(getattr, accelerator.gradient_state, "sync_gradients"),
         )
     if sizes.tp_size > 1:
-        reduction.notes.append(
+        status.notes.append(
             f"tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits, by torch"
         )
 
@@ -247,48 +216,10 @@ def _watching(partial: PartialGradients, forward: Callable, *args: Any, **kwargs
     return forward(*args, **kwargs)
 
 
-def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
-    """Compare the ranks' models before they are wrapped; if they differ, their collectives would wait forever.
-
-    Raises:
-        RuntimeError: the ranks' models or settings differ.
-    """
-    if private_apis.trains_on_several_ranks(accelerator.num_processes, [model]):
-        settings = {name: getattr(reduction, name) for name in ("grad_accumulation", "reduction")}
-        check_same_settings({**settings, **model_settings(model)})
-
-
-def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Warn if the ranks' weights differ before sharding.
-
-    FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights.
-    """
-    if accelerator.num_processes == 1 or any(gather_objects(any(param.is_meta for param in model.parameters()))):
-        return  # weights of a model on the meta device are loaded after sharding
-    ignored = private_apis.ignored_by_fsdp2(accelerator, model)
-    difference = find_replica_difference(
-        (name, param) for name, param in synchronized_parameters(model) if param not in ignored
-    )
-    if difference is not None and accelerator.is_main_process:
-        logger.warning(
-            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Set the same seed on "
-            "all ranks before building the model, load the same checkpoint, or set cpu_ram_efficient_loading to start "
-            "from rank 0's",
-            difference,
-        )
-
-
 def _return_float32_if_cast(model: nn.Module) -> None:
     """Make a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
     if cast_dtypes(model):
         return_float32(model, next_to_loss=not returns_float32(compiled_module(model)))
-
-
-def _describe_saved_state(accelerator: Accelerator, models: list[nn.Module], weights: Any, folder: str) -> None:
-    """Add to a folder what exporting it needs."""
-    if models and accelerator.is_main_process:
-        write_parameter_names(Path(folder), models[0], private_apis.prepared_optimizers(accelerator))
-        write_model_description(Path(folder), models[0])
 
 
 def _forbid_later_cast(model: nn.Module) -> None:
@@ -297,247 +228,219 @@ def _forbid_later_cast(model: nn.Module) -> None:
         PREPARED_UNCAST.add(model)
 
 
-def _check_accumulated(reduction: ReductionStatus, *_: Any) -> None:
+def _check_accumulated(status: ReductionStatus, *_: Any) -> None:
     """A step pre-hook.
 
     Raises:
         RuntimeError: gradients were not accumulated as was asked for.
     """
-    if not all(accumulator.was_active for accumulator in reduction.accumulators):
+    if not all(accumulator.was_active for accumulator in status.accumulators):
         raise RuntimeError(
-            f"grad_accumulation={reduction.grad_accumulation!r} acts in accelerator.backward(loss), which was not "
+            f"grad_accumulation={status.grad_accumulation!r} acts in accelerator.backward(loss), which was not "
             "called before this step; call it in place of loss.backward()"
         )
 
 
-class _Prepared(Accelerator):
-    """A prepared accelerator. It has a class of its own, so no other accelerator changes; see `_prepared_class`."""
+def _prepare(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`, which is where FSDP2 shards a model.
 
-    _hf_lowprec: tuple[ReductionStatus, FirstStepComparison, PreparedModels]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, type(self)._made_from, vars(self)
-
-
-def _unpickled(*bases: type) -> Any:
-    return object.__new__(_prepared_class(*bases))
-
-
-def _prepared_class(cls: type, before: type, behind: type) -> Any:
-    """A class of accelerators that calls the methods of `before` first.
-
-    It calls those of `behind` in place of accelerate's own, also where a method of a user's class `cls` calls
-    `super()`.
+    Raises:
+        ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
+        RuntimeError: the ranks' models or settings differ.
     """
-    bases = (before, behind) if cls is Accelerator else (before, cls, behind)
-    return type(cls)(cls.__name__, bases, {"__module__": cls.__module__, "_made_from": (cls, before, behind)})
+    status, comparison, prepared_models = accelerator._hf_lowprec
+    model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+    if model is not None:
+        check_sharded_at_load(accelerator, model)
+    if not accelerator.is_fsdp2 or model is None or model in prepared_models:
+        return original(accelerator, *args, **kwargs)
+    _return_float32_if_cast(model)
+    comparison.compare_models([model])
+    plugin = accelerator.state.fsdp_plugin
+    if not plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights yet
+        warn_of_different_weights(accelerator, model)
+    low_precision = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
+    replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
+    if replicated or torch.float16 in low_precision or status.grad_accumulation == "fp32":
+        # Gradients are reduced, and added up, in FP32.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+    in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
+
+    def shard_fp32_modules(options: dict[str, Any]) -> set[nn.Module]:
+        shard_together(in_fp32.values(), **options)
+        return {child for module in in_fp32.values() for child in module.modules()}
+
+    is_sharded = private_apis.is_sharded_model(model)
+    grouping = nullcontext() if is_sharded else private_apis.before_fully_shard(shard_fp32_modules)
+    with taken_low_bits(model) as low_bits, grouping:
+        prepared = original(accelerator, *args, **kwargs)
+    status.fp32_modules.extend(in_fp32)
+    for optimizer in private_apis.prepared_optimizers(accelerator):
+        if collector := collector_of(optimizer):
+            collector.watch_parameters()  # accelerate has given it the shards
+    sharded = private_apis.prepared_models(accelerator)[-1]
+    give_low_bits(sharded, low_bits, accelerator.device)
+    scratch = reduce_scatter_in_fp32(sharded, status.reduction)
+    _forbid_later_cast(model)
+    prepared_models.add(model)
+    status.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
+    return prepared
 
 
-class _BeforeOverrides(Accelerator):
-    """Methods that call those of a user's class, and change what they get or return."""
+def _prepare_model(original: Callable, accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_model`, which is where DDP wraps a model.
 
-    @functools.wraps(Accelerator.prepare)
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare`, which is where FSDP2 shards a model.
-
-        Raises:
-            ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
-            RuntimeError: the ranks' models or settings differ.
-        """
-        reduction, _, prepared_models = self._hf_lowprec
-        model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
-        if model is not None:
-            check_sharded_at_load(self, model)
-        if not self.is_fsdp2 or model is None or model in prepared_models:
-            return super().prepare(*args, **kwargs)
-        _return_float32_if_cast(model)
-        _compare_models(self, reduction, model)
-        if not self.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights yet
-            _warn_of_different_weights(self, model)
-        low_precision = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
-        replicated = bool(self.parallelism_config and self.parallelism_config.dp_replicate_enabled)
-        if replicated or torch.float16 in low_precision or reduction.grad_accumulation == "fp32":
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are reduced, and added up, in FP32
-            self.state.fsdp_plugin.mixed_precision_policy = policy
-
-        in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
-
-        def shard_fp32_modules(options: dict[str, Any]) -> set[nn.Module]:
-            shard_together(in_fp32.values(), **options)
-            return {child for module in in_fp32.values() for child in module.modules()}
-
-        low_bits = take_low_bits(model)
-        is_sharded = private_apis.is_sharded_model(model)
-        grouping = nullcontext() if is_sharded else private_apis.before_fully_shard(shard_fp32_modules)
-        with returned_on_error(model, low_bits), grouping:
-            prepared = super().prepare(*args, **kwargs)
-        reduction.fp32_modules.extend(in_fp32)
-        for optimizer in private_apis.prepared_optimizers(self):
-            if collector := collector_of(optimizer):
-                collector.watch_parameters()  # accelerate has given it the shards
-        sharded = private_apis.prepared_models(self)[-1]
-        give_low_bits(sharded, low_bits, self.device)
-        scratch = reduce_scatter_in_fp32(sharded, reduction.reduction)
-        _forbid_later_cast(model)
-        prepared_models.add(model)
-        reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", self.num_processes, scratch))
-        return prepared
-
-    @functools.wraps(Accelerator.prepare_model)
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_model`, which is where DDP wraps a model.
-
-        Raises:
-            RuntimeError: the ranks' models or settings differ.
-        """
-        reduction, _, prepared_models = self._hf_lowprec
-        if model in prepared_models:
-            return super().prepare_model(model, *args, **kwargs)
-        _return_float32_if_cast(model)
-        if private_apis.is_sharded_at_load(model):
-            _reduce_sharded_at_load(self, reduction, model)
-            # It is neither wrapped nor sharded again.
-            prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-            prepared_models.update((model, prepared))
-            return prepared
-        if is_evaluation(*args, **kwargs):
-            with private_apis.prepared_again_later(model):
-                return super().prepare_model(model, *args, **kwargs)
-        _compare_models(self, reduction, model)
-        accumulator = None
-        if reduction.grad_accumulation != "nearest":
-            accumulator = GradientAccumulator(model)
-            reduction.accumulators.append(accumulator)
-        wrapped = {id(module) for module in model.modules()}
-        low_bits = take_low_bits(model) if self.num_processes > 1 else {}
-        with returned_on_error(model, low_bits):
-            prepared = super().prepare_model(model, *args, **kwargs)
-        if self.num_processes > 1:
-            give_low_bits(prepared, low_bits, self.device)
-        for module in prepared.modules():
-            if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
-                averager = reduce_in_fp32(module)
-                averager.on_last_bucket = None if accumulator is None else accumulator.restart
-                reduction.models.append(ReducedModel("DDP", self.num_processes, averager.scratch))
-        _forbid_later_cast(model)
+    Raises:
+        RuntimeError: the ranks' models or settings differ.
+    """
+    status, comparison, prepared_models = accelerator._hf_lowprec
+    if model in prepared_models:
+        return original(accelerator, model, *args, **kwargs)
+    _return_float32_if_cast(model)
+    if private_apis.is_sharded_at_load(model):
+        _reduce_sharded_at_load(accelerator, model)
+        # It is neither wrapped nor sharded again.
+        prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
         prepared_models.update((model, prepared))
         return prepared
-
-    @functools.wraps(Accelerator.prepare_optimizer)
-    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
-
-        Raises:
-            ValueError: the optimizer takes gradients that the accelerator would accumulate.
-        """
-        reduction, comparison, _ = self._hf_lowprec
-        collector = collector_of(unwrap_optimizer(optimizer))
-        if collector and any(map(private_apis.is_sharded_at_load, private_apis.prepared_models(self))):
-            raise ValueError(
-                f"{collector.argument} takes gradients in every backward pass, before those of a model sharded at load "
-                "(DistributedConfig) are complete; remove it"
-            )
-        steps = self.gradient_accumulation_steps
-        if collector and not collector.accumulates and steps > 1:
-            raise ValueError(
-                "gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps="
-                f"{steps}) cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
-            )
-        if collector and reduction.grad_accumulation != "nearest":
-            raise ValueError(
-                f"grad_accumulation={reduction.grad_accumulation!r} adds to gradients in param.grad, which "
-                f"{collector.argument} frees in every backward pass; remove one of the two"
-            )
-        if reduction.grad_accumulation != "nearest":
-            unwrap_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_accumulated, reduction))
-        prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
-        comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(self))
-        return prepared
-
-    @functools.wraps(Accelerator.backward)
-    def backward(self, loss: Any, **kwargs: Any) -> Any:
-        """`Accelerator.backward`: warn of a 16-bit loss; accumulate the gradients of all that is trainable by now."""
-        warn_if_in_16_bits(loss, "the training step", "compute it of FP32 predictions: predictions.float()")
-        reduction, comparison, prepared_models = self._hf_lowprec
-        comparison.compare_models([one for one in private_apis.prepared_models(self) if one in prepared_models])
-        with ExitStack() as stack:
-            for accumulator in reduction.accumulators:
-                stack.enter_context(accumulator.active())
-            return super().backward(loss, **kwargs)
-
-    @functools.wraps(Accelerator.save_state)
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.save_state`: describe the saved state in its folder, whose name a hook gets."""
-        hook = self.register_save_state_pre_hook(functools.partial(_describe_saved_state, self))
-        try:
-            return super().save_state(*args, **kwargs)
-        finally:
-            hook.remove()
+    if is_evaluation(*args, **kwargs):
+        with private_apis.prepared_again_later(model):
+            return original(accelerator, model, *args, **kwargs)
+    comparison.compare_models([model])
+    accumulator = None
+    if status.grad_accumulation != "nearest":
+        accumulator = GradientAccumulator(model)
+        status.accumulators.append(accumulator)
+    wrapped = {id(module) for module in model.modules()}
+    several = accelerator.num_processes > 1
+    taking: AbstractContextManager[TakenLowBits] = taken_low_bits(model) if several else nullcontext({})
+    with taking as low_bits:
+        prepared = original(accelerator, model, *args, **kwargs)
+    if several:
+        give_low_bits(prepared, low_bits, accelerator.device)
+    for module in prepared.modules():
+        if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
+            averager = reduce_in_fp32(module)
+            averager.on_last_bucket = None if accumulator is None else accumulator.restart
+            status.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
+    _forbid_later_cast(model)
+    prepared_models.update((model, prepared))
+    return prepared
 
 
-class _BehindOverrides(_Prepared):
-    """Methods in place of accelerate's own."""
+def _prepare_optimizer(original: Callable, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
 
-    @functools.wraps(Accelerator.no_sync)
-    def no_sync(self, model: nn.Module) -> Any:
-        """`Accelerator.no_sync`; with a single process, accelerate's own makes DDP synchronize every micro-batch."""
-        if self.num_processes == 1 and isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return super().no_sync(model)
-
-    @functools.wraps(Accelerator.clip_grad_norm_)
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """`Accelerator.clip_grad_norm_`: clip all parameters of one of our optimizers inside its next step.
-
-        Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
-        micro-batch.
-
-        Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
-        `max_grad_norm=0`; Trainer then logs none.
-        """
-        _, comparison, _ = self._hf_lowprec
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        ids = set(map(id, parameters))
-        ids_with_grad = {id(param) for param in parameters if param.grad is not None}
-        for optimizer in private_apis.prepared_optimizers(self):
-            stepped = [param for group in optimizer.param_groups for param in group["params"]]
-            if (collector := collector_of(optimizer)) and not ids.isdisjoint(map(id, stepped)):
-                if collector.accumulates and not self.sync_gradients:
-                    raise RuntimeError(
-                        f"clip_grad_norm_ before the last micro-batch: {collector.argument} clips in the step; call it "
-                        "only if accelerator.sync_gradients"
-                    )
-                comparison.compare(optimizer, max_norm)
-                is_unknown = gradient_release_of(optimizer) and max_norm == math.inf and optimizer.clip == "exact"
-                return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
-            if ids_with_grad == {id(param) for param in stepped if param.grad is not None}:
-                comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as this is
-                # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
-                if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and self.sync_gradients:
-                    return optimizer.clip_grad_norm_(max_norm)
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+    Raises:
+        ValueError: the optimizer takes gradients that the accelerator would accumulate.
+    """
+    status, comparison, _ = accelerator._hf_lowprec
+    check_optimizer(accelerator, collector_of(unwrap_optimizer(optimizer)), status.grad_accumulation)
+    if status.grad_accumulation != "nearest":
+        unwrap_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_accumulated, status))
+    prepared = original(accelerator, optimizer, *args, **kwargs)
+    comparison.watch(unwrap_optimizer(prepared), private_apis.prepared_models(accelerator))
+    return prepared
 
 
-class _UnderDeepSpeed(Accelerator):
-    """DeepSpeed sums gradients and clips."""
+def _backward(original: Callable, accelerator: Any, loss: Any, **kwargs: Any) -> Any:
+    """`Accelerator.backward`: warn of a 16-bit loss; accumulate the gradients of all that is trainable by now."""
+    warn_if_in_16_bits(loss, "the training step", "compute it of FP32 predictions: predictions.float()")
+    status, comparison, prepared_models = accelerator._hf_lowprec
+    comparison.before_backward(
+        [model for model in private_apis.prepared_models(accelerator) if model in prepared_models]
+    )
+    with ExitStack() as stack:
+        for accumulator in status.accumulators:
+            stack.enter_context(accumulator.active())
+        return original(accelerator, loss, **kwargs)
 
-    @functools.wraps(Accelerator.prepare)
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
-        import deepspeed
 
-        from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+def _save_state(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.save_state`: describe the saved state in its folder, whose name a hook gets."""
 
-        reduction, *_ = self._hf_lowprec
+    def describe(models: list[nn.Module], weights: Any, folder: str) -> None:
+        if models and accelerator.is_main_process:
+            write_parameter_names(Path(folder), models[0], private_apis.prepared_optimizers(accelerator))
+            write_model_description(Path(folder), models[0])
 
-        def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
-                return original(*args, **kwargs)
-            engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
-            name = f"ZeRO {engine.zero_optimization_stage()}"
-            reduction.models.append(ReducedModel(name, engine.dp_world_size, ScratchBuffers()))
-            reduction.notes.append(f"{name}: {_PARTITIONED[engine.zero_optimization_stage()]} on each rank")
-            return engine, *others
+    hook = accelerator.register_save_state_pre_hook(describe)
+    try:
+        return original(accelerator, *args, **kwargs)
+    finally:
+        hook.remove()
 
-        with temporarily_wrapped(deepspeed, "initialize", initialize):
-            return super().prepare(*args, **kwargs)
+
+def _no_sync(original: Callable, accelerator: Any, model: nn.Module) -> Any:
+    """`Accelerator.no_sync`; with a single process, accelerate's own makes DDP synchronize every micro-batch."""
+    if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return original(accelerator, model)
+
+
+def _clip_grad_norm_(
+    original: Callable, accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
+) -> Any:
+    """`Accelerator.clip_grad_norm_`: clip all parameters of one of our optimizers inside its next step.
+
+    Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
+    micro-batch.
+
+    Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
+    `max_grad_norm=0`; Trainer then logs none.
+    """
+    _, comparison, _ = accelerator._hf_lowprec
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    ids = set(map(id, parameters))
+    ids_with_grad = {id(param) for param in parameters if param.grad is not None}
+    for optimizer in private_apis.prepared_optimizers(accelerator):
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        if (collector := collector_of(optimizer)) and not ids.isdisjoint(map(id, stepped)):
+            if collector.accumulates and not accelerator.sync_gradients:
+                raise RuntimeError(
+                    f"clip_grad_norm_ before the last micro-batch: {collector.argument} clips in the step; call it "
+                    "only if accelerator.sync_gradients"
+                )
+            comparison.compare(optimizer, max_norm)
+            is_unknown = gradient_release_of(optimizer) and max_norm == math.inf and optimizer.clip == "exact"
+            return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
+        if ids_with_grad == {id(param) for param in stepped if param.grad is not None}:
+            comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as this is
+            # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
+            if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
+                return optimizer.clip_grad_norm_(max_norm)
+    return original(accelerator, parameters, max_norm, norm_type)
+
+
+def _prepare_under_deepspeed(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
+    import deepspeed
+
+    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
+
+    status, *_ = accelerator._hf_lowprec
+
+    def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
+            return original(*args, **kwargs)
+        engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
+        stage = engine.zero_optimization_stage()
+        status.models.append(ReducedModel(f"ZeRO {stage}", engine.dp_world_size, ScratchBuffers()))
+        status.notes.append(f"ZeRO {stage}: {_PARTITIONED[stage]} on each rank")
+        return engine, *others
+
+    with temporarily_wrapped(deepspeed, "initialize", initialize):
+        return original(accelerator, *args, **kwargs)
+
+
+_METHODS: dict[str, Callable] = {
+    "prepare": _prepare,
+    "prepare_model": _prepare_model,
+    "prepare_optimizer": _prepare_optimizer,
+    "backward": _backward,
+    "save_state": _save_state,
+}
+"""Methods of a prepared accelerator and their replacements; those of a user's class are called by them."""
+_METHODS_OF_ACCELERATE: dict[str, Callable] = {"no_sync": _no_sync, "clip_grad_norm_": _clip_grad_norm_}
+"""The same for methods of accelerate's class; those of a user's class call them by `super()`."""

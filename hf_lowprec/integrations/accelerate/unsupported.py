@@ -1,13 +1,20 @@
-"""Accelerator setups that are unsupported because gradients would not be summed in FP32, or not as requested."""
+"""Setups of accelerators, models and optimizers with which gradients would not be summed in FP32, or as requested."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate.utils import DDPCommunicationHookType, DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
+from hf_lowprec.casting.earlier_casts import runs_under_autocast
+from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load, prepared_models
+from hf_lowprec.integrations.collect_after_reduction import data_parallel_wrappers
 from hf_lowprec.integrations.deepspeed.config import check_config
+from hf_lowprec.optim.gradient_release.collector import GradientCollector
 from hf_lowprec.reduction.fsdp2 import check_nccl
 
 _SUPPORTED = {
@@ -18,10 +25,6 @@ _SUPPORTED = {
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
 }
-_SETTINGS = {
-    DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
-}
-"""The settings that select a type, if they have other names than the type."""
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
@@ -33,7 +36,8 @@ def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) ->
     """
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED:
-        setting = _SETTINGS.get(kind, f"distributed_type={kind.value}")
+        megatron = kind == DistributedType.MEGATRON_LM
+        setting = "MegatronLMPlugin and --use_megatron_lm" if megatron else f"distributed_type={kind.value}"
         raise ValueError(
             f"distributed_type={kind.value} reduces gradients itself, in 16 bits, and offers no hook for FP32 sums; "
             f"remove {setting} and {_ALTERNATIVE}"
@@ -139,3 +143,63 @@ def _check_nccl(accelerator: Any, grad_accumulation: str) -> None:
             "reduction='rank_order', which sends 16 bits"
         )
     check_nccl(accelerator.device.type)
+
+
+def check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:
+    """Raise ValueError if one of `models`, which an accelerator has prepared, can no longer be changed as needed."""
+    # Accelerate keeps the models that it prepares, but no wrappers. Searching for these takes a tenth of a second.
+    wrapped = [getattr(wrapper, "module", None) for wrapper in data_parallel_wrappers()] if models else []
+    if any(isinstance(model, DistributedDataParallel | FSDPModule) or model in wrapped for model in models):
+        reason = "a model was already prepared"
+    elif any(map(runs_under_autocast, models)):
+        reason = "a model was already prepared with mixed precision, so it runs under autocast"
+    elif grad_accumulation != "nearest" and any(p.requires_grad for model in models for p in model.parameters()):
+        reason = f"a model was already prepared without grad_accumulation={grad_accumulation!r}"
+    else:
+        return
+    raise ValueError(f"{reason}; call prepare_accelerator before accelerator.prepare")
+
+
+def check_optimizer(accelerator: Any, collector: GradientCollector | None, grad_accumulation: str) -> None:
+    """Raise ValueError if an optimizer takes gradients that `accelerator` would accumulate.
+
+    Args:
+        accelerator: the accelerator that is to prepare the optimizer.
+        collector: what takes gradients for the optimizer; None if nothing does.
+        grad_accumulation: as `prepare_accelerator` takes it.
+    """
+    if collector is None:
+        return
+    if any(map(is_sharded_at_load, prepared_models(accelerator))):
+        raise ValueError(
+            f"{collector.argument} takes gradients in every backward pass, before those of a model sharded at load "
+            "(DistributedConfig) are complete; remove it"
+        )
+    steps = accelerator.gradient_accumulation_steps
+    if not collector.accumulates and steps > 1:
+        raise ValueError(
+            "gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps="
+            f"{steps}) cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
+        )
+    if grad_accumulation != "nearest":
+        raise ValueError(
+            f"grad_accumulation={grad_accumulation!r} adds to gradients in param.grad, which "
+            f"{collector.argument} frees in every backward pass; remove one of the two"
+        )
+
+
+def describe_separate_processes(accelerator: Any) -> str:
+    """Say that more processes were started or asked for than `accelerator` trains with; empty if not."""
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    if started > accelerator.num_processes:
+        return (
+            f"{started} processes were started (WORLD_SIZE), but accelerate trains with {accelerator.num_processes}: "
+            "each trains alone. Without GPUs, start the script with --use_cpu or use Accelerator(cpu=True)"
+        )
+    # Accelerate's launcher of single processes sets no WORLD_SIZE, and an address if it was asked for several.
+    if not started and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
+        return (
+            "accelerate launch was asked for several processes and has started 1, as it does with --cpu; start them "
+            "with torchrun --nproc-per-node"
+        )
+    return ""

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import cast_dtypes
-from hf_lowprec.integrations.carry_low_bits import returned_on_error, take_low_bits
+from hf_lowprec.integrations.carry_low_bits import taken_low_bits
 from hf_lowprec.integrations.checkpoint_files.stored_weights import read_zero_states
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
@@ -70,9 +70,8 @@ def initialize_deepspeed(
     set_bf16_flags(config)
     if cast_dtypes(model):
         return_float32(model)
-    low_bits = take_low_bits(model)
     shapes = {name: param.shape for name, param in model.named_parameters()}
-    with returned_on_error(model, low_bits), keeping_dtypes():
+    with taken_low_bits(model) as low_bits, keeping_dtypes():
         engine, zero, loader, scheduler = deepspeed.initialize(
             model=model, optimizer=partitioned, config=config, **kwargs
         )

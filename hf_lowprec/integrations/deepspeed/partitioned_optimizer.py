@@ -122,7 +122,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         """Give this rank's parts the low bits that rank 0 has taken, after `partition`. Every rank must call it.
 
         Args:
-            kept: what `take_low_bits` has returned on this rank.
+            kept: those that `taken_low_bits` has taken on this rank.
             shapes: of the model's parameters when it was called, by name.
         """
         parts = [(part, part_of(part)) for part in self._params()]

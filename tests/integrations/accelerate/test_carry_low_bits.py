@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
-from hf_lowprec.integrations.carry_low_bits import give_low_bits, take_low_bits
+from hf_lowprec.integrations.carry_low_bits import give_low_bits, taken_low_bits
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 
 
@@ -24,8 +24,8 @@ def test_ddp_has_a_prefix_that_names_in_the_model_may_have_as_well(one_rank, nam
     model = nn.ModuleDict({name: nn.Linear(8, 8)})
     hf_lowprec.cast_model(model)
     before = {param: attached_low_bits(param) for param in model.parameters()}
-    kept = take_low_bits(model)
-    assert not any(attached_low_bits(param) is not None for param in before)
-    wrapped = DistributedDataParallel(model)
+    with taken_low_bits(model) as kept:
+        assert not any(attached_low_bits(param) is not None for param in before)
+        wrapped = DistributedDataParallel(model)
     give_low_bits(torch.compile(wrapped) if compiled else wrapped, kept, torch.device("cpu"))
     assert all(torch.equal(attached_low_bits(param), expected) for param, expected in before.items())

@@ -1,19 +1,20 @@
-"""Compares the ranks before an optimizer's first step: with different settings or weights, replicas would diverge.
+"""Compares the ranks before models are wrapped, before the first backward pass, and before an optimizer's first step.
 
-`prepare_accelerator` adds the comparison to all optimizers of the accelerator, and a difference is an error.
+With different models, collectives would wait forever; with different settings or weights, replicas would diverge.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from hf_lowprec.integrations.accelerate.private_apis import trains_on_several_ranks
+from hf_lowprec.integrations.accelerate.private_apis import ignored_by_fsdp2, trains_on_several_ranks
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.reduction.collectives import gather_if_different
+from hf_lowprec.reduction.collectives import gather_if_different, gather_objects
 from hf_lowprec.reduction.compare_ranks import (
     check_same_settings,
     find_replica_difference,
@@ -21,19 +22,25 @@ from hf_lowprec.reduction.compare_ranks import (
     optimizer_settings,
     synchronized_parameters,
     to_plain_value,
+    with_optimizer_states,
 )
+from hf_lowprec.reduction.reduction_status import ReductionStatus
+
+logger = logging.getLogger(__name__)
 
 
-class FirstStepComparison:
-    """Compares the ranks before the first step of each optimizer that it watches, by a step pre-hook.
+class RankComparison:
+    """Compares the ranks of an accelerator. A difference is an error on every rank.
 
     Args:
         accelerator: provides the number of ranks and the settings. It keeps this object, which has no reference to it.
+        status: the reductions that were asked for.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, status: ReductionStatus) -> None:
         self._num_processes = accelerator.num_processes
         self._gradient_state = accelerator.gradient_state
+        self._settings = {"grad_accumulation": status.grad_accumulation, "reduction": status.reduction}
         self._models_compared = False
         self._watched: dict[torch.optim.Optimizer, list[nn.Module]] = {}
 
@@ -49,19 +56,26 @@ class FirstStepComparison:
             optimizer.register_step_pre_hook(self._before_step)
 
     def compare_models(self, models: list[nn.Module]) -> None:
-        """Compare the parameters before the first backward pass: names, dtypes, shapes, and which of them are frozen.
-
-        For the gradient of a parameter that one rank has frozen since `prepare`, the others would wait forever.
+        """Compare the parameters of models that are about to be wrapped: names, dtypes, shapes, and what is frozen.
 
         Args:
-            models: the models that are trained, in the same order on all ranks.
+            models: the models, in the same order on all ranks.
 
         Raises:
             RuntimeError: on every rank; the message names the ranks and the difference.
         """
+        if trains_on_several_ranks(self._num_processes, models):
+            of_models = {name: value for model in models for name, value in model_settings(model).items()}
+            check_same_settings(self._settings | of_models)
+
+    def before_backward(self, models: list[nn.Module]) -> None:
+        """`compare_models` before the first backward pass.
+
+        For the gradient of a parameter that one rank has frozen since `prepare`, the others would wait forever.
+        """
         if self._watched and not self._models_compared and trains_on_several_ranks(self._num_processes, models):
             self._models_compared = True
-            check_same_settings({name: value for model in models for name, value in model_settings(model).items()})
+            self.compare_models(models)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.compare(optimizer, getattr(optimizer, "limit", None))
@@ -87,14 +101,17 @@ class FirstStepComparison:
                 **optimizer_settings(optimizer, names),
             }
         )
-        named = (
-            (names[param], param) for group in optimizer.param_groups for param in group["params"] if param in names
-        )
+        params = (param for group in optimizer.param_groups for param in group["params"] if param in names)
         # Other optimizers may keep a different part of their state on each rank.
         with_its_state = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
         if with_its_state is not None:
             with_its_state.finish_host_steps()  # of parameters whose gradients were released
+<<<<<<< HEAD:hf_lowprec/integrations/accelerate/first_step_comparison.py
         difference = find_replica_difference(named, with_its_state)
+=======
+        named = ((names[param], param) for param in params)
+        difference = find_replica_difference(with_optimizer_states(named, with_its_state))
+>>>>>>> 653e6db4 (A prepared Accelerator has wrapped methods, as everything else that is wrapped, in place of a class of its own):hf_lowprec/integrations/accelerate/rank_comparison.py
         of_ranks = gather_if_different(difference) or [difference]  # replicas of shards are in several groups
         if any(of_ranks):
             raise RuntimeError(
@@ -103,3 +120,23 @@ class FirstStepComparison:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_watched": {}}  # torch pickles optimizers without hooks
+
+
+def warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """Warn if the ranks' weights differ before sharding.
+
+    FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights.
+    """
+    if accelerator.num_processes == 1 or any(gather_objects(any(param.is_meta for param in model.parameters()))):
+        return  # weights of a model on the meta device are loaded after sharding
+    ignored = ignored_by_fsdp2(accelerator, model)
+    difference = find_replica_difference(
+        (name, param) for name, param in synchronized_parameters(model) if param not in ignored
+    )
+    if difference is not None and accelerator.is_main_process:
+        logger.warning(
+            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Set the same seed on "
+            "all ranks before building the model, load the same checkpoint, or set cpu_ram_efficient_loading to start "
+            "from rank 0's",
+            difference,
+        )
