@@ -206,7 +206,7 @@ def test_trainer_keeps_the_arguments_that_the_wrapper_reads():
     import inspect
 
     built = inspect.signature(Trainer.__init__).parameters
-    where = WHERE.replace("private_apis", "transformers/trainer_setup")
+    where = WHERE.replace("private_apis", "trainer")
     for name in ("model", "args", "model_init", "callbacks"):
         assert name in built, f"Trainer.__init__ has no {name!r} {where}"
     assert "resume_from_checkpoint" in inspect.signature(Trainer.train).parameters

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.casting.cast import cast_like_trained
@@ -19,17 +20,20 @@ from hf_lowprec.casting.fp32_rules import as_entries, matching_entries
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.accelerate.private_apis import switch_autocast_off
-from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs
 from hf_lowprec.integrations.transformers.precision_report import precision_report
-from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen
-from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_16_bit_weights
-from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
+from hf_lowprec.integrations.transformers.refusals import (
+    check_built_optimizer,
+    check_gradient_release,
+    check_liger,
+    check_quantized_weights_are_frozen,
+)
+from hf_lowprec.integrations.transformers.run_monitor import RunMonitor
 from hf_lowprec.monitor.rules import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
-from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.fp32_weights import keep_low_bits, reset_low_bits_of_other_weights
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
@@ -39,6 +43,8 @@ from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.wrapped_method import wrap_method
 
+TRAINERS_CALLBACK = "_hf_lowprec"
+"""The attribute of a Trainer that holds the `LowPrecisionCallback` that it was built with."""
 LOST_UPDATES = "lost_updates"
 NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"
@@ -128,7 +134,11 @@ class LowPrecisionCallback(TrainerCallback):
         self._trained: nn.Module | None = None
         self.weights_match_optimizer = False
         """True while a run takes steps: the model has the weights that the optimizer's compensations belong to."""
-        self._monitor: RunMonitor | None = None
+        self.saves_checkpoint = False
+        """True while the Trainer saves a checkpoint."""
+        self.saved_checkpoint: Path | None = None
+        """The checkpoint that the Trainer has saved, until its callbacks have run."""
+        self._monitor = RunMonitor()
 
     def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
@@ -180,9 +190,7 @@ class LowPrecisionCallback(TrainerCallback):
                 )
         return original(accelerator, model, *args, **kwargs)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print or log the precision report.
 
         Raises:
@@ -197,12 +205,14 @@ class LowPrecisionCallback(TrainerCallback):
             )
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
-        _check_optimizer(args, optimizer)
+        check_built_optimizer(args, optimizer)
         if gradient_release_of(optimizer):
             check_gradient_release(args, args.max_grad_norm, optimizer.clip)
         if collector := collector_of(optimizer):
             collector.start()  # the last run of this Trainer has stopped it
-        self._watch(optimizer, kwargs["model"], state)
+        self._monitor.close()
+        watched = optimizer if self.log_lost_updates else None
+        self._monitor = RunMonitor(watched, kwargs["model"], warns=state.is_world_process_zero)
         if self.report and state.is_world_process_zero:
             notes = self._notes(args, state, optimizer)
             say = logger.info if logger.isEnabledFor(logging.INFO) and logger.hasHandlers() else print
@@ -222,20 +232,9 @@ class LowPrecisionCallback(TrainerCallback):
             notes.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
         return notes
 
-    def _watch(self, optimizer: Any, model: nn.Module, state: TrainerState) -> None:
-        """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
-        if self._monitor is not None:
-            self._monitor.close()
-        self._monitor = None
-        if self.log_lost_updates and steps_16_bit_weights(optimizer):
-            self._monitor = RunMonitor(optimizer, model, warns=state.is_world_process_zero, across_ranks=True)
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set the rounding mode of the coming step, if `optim_args` schedules it; measure it, if it will be logged."""
-        if self._monitor is not None:
-            self._monitor.measure_if_logged(args, state)
+        self._monitor.measure_if_logged(args, state)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         if self.rounding_schedule is None or not isinstance(optimizer, LowPrecisionOptimizer):
             return
@@ -243,26 +242,19 @@ class LowPrecisionCallback(TrainerCallback):
             mode = self.rounding_schedule.mode(state.global_step, state.max_steps)
             logger.info("hf_lowprec: rounding=%r from step %d on", mode, state.global_step + 1)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Compare the replicas every `check_replicas_every` steps."""
         if self._check_every and (state.global_step + 1) % self._check_every == 0:
             check_replicas(kwargs["model"], kwargs["optimizer"])
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         """Warn of findings; add the precision of the step and `skipped_steps` to the logs and the state's history."""
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
-        if self._monitor is not None and (precision := self._monitor.evaluate_and_warn()) is not None:
+        if (precision := self._monitor.evaluate_and_warn()) is not None:
             additions |= logged_numbers(precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
@@ -270,18 +262,15 @@ class LowPrecisionCallback(TrainerCallback):
         logs |= additions
         state.log_history[-1] |= additions
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Release no more gradients; warn of findings if there was no log; keep low bits for the next optimizer.
 
         If the best weights were loaded, they are cast again, since PEFT loads adapters in FP32. Their low bits were
         loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
         """
-        if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._monitor.evaluate_and_warn()
+        self._monitor.end_run(args, state)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        self._stop_watching(optimizer)
+        _stop_collecting(optimizer)
         self.weights_match_optimizer = False
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         # FSDP2 loads into the existing tensors and keeps their dtypes.
@@ -308,28 +297,22 @@ class LowPrecisionCallback(TrainerCallback):
         With several ranks, no low bits are kept: reading the weights would wait for collectives that other ranks may
         never join.
         """
-        self._stop_watching(optimizer)
+        self._monitor.close()
+        _stop_collecting(optimizer)
         weights_match_optimizer, self.weights_match_optimizer = self.weights_match_optimizer, False
         if weights_match_optimizer and isinstance(optimizer, LowPrecisionOptimizer) and args.world_size == 1:
             keep_low_bits(optimizer)
 
-    def _stop_watching(self, optimizer: Any) -> None:
-        """Leave later backward passes and steps alone."""
-        if self._monitor is not None:
-            self._monitor.close()
-        if collector := collector_of(optimizer):
-            collector.stop()
+
+def callback_of(trainer: Trainer) -> Any:
+    """The `LowPrecisionCallback` that `trainer` was built with; None if it is not one of our Trainers."""
+    return getattr(trainer, TRAINERS_CALLBACK, None)
 
 
-def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:
-    """Raise ValueError if `optim` is one of our names, and another library's optimizer was built."""
-    if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
-        raise ValueError(
-            f"optim={optimizer_name(args)!r} was requested, but {type(optimizer).__name__} from optimizers= or "
-            "create_optimizer would round away its updates to 16-bit weights. Build an hf_lowprec optimizer there, "
-            "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
-            "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
-        )
+def _stop_collecting(optimizer: Any) -> None:
+    """Leave later backward passes alone."""
+    if collector := collector_of(optimizer):
+        collector.stop()
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:

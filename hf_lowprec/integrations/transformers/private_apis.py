@@ -51,21 +51,18 @@ MOVE_MODEL = "_move_model_to_device"
 """Trainer's method that moves a model to a device."""
 
 
-def positional_arguments(method: str) -> list[str]:
-    """The names of the arguments that a method of Trainer takes by position, without `self`.
-
-    Where another library has replaced it by one that takes `*args`, Trainer's source names them.
-    """
-    parameters = inspect.signature(getattr(Trainer, method)).parameters.values()
-    if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
-        return [parameter.name for parameter in parameters if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD][1:]
-    return _positional_arguments_in_source().get(method, [])
-
-
 @functools.cache
-def _positional_arguments_in_source() -> dict[str, list[str]]:
+def constructor_arguments() -> list[str]:
+    """The names of the arguments of Trainer's constructor, without `self`, in order.
+
+    If another library has replaced it by one that takes `*args`, Trainer's source names them.
+    """
+    parameters = inspect.signature(Trainer.__init__).parameters.values()
+    if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
+        return [parameter.name for parameter in parameters][1:]
     functions = [node for node in ast.walk(ast.parse(inspect.getsource(Trainer))) if isinstance(node, ast.FunctionDef)]
-    return {function.name: [argument.arg for argument in function.args.args[1:]] for function in functions[::-1]}
+    constructor = next(function for function in functions if function.name == "__init__")
+    return [argument.arg for argument in constructor.args.args[1:]]
 
 
 def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 class RunMonitor:
     """A `PrecisionMonitor` that ends itself, with one warning, if it raises an error.
 
-    It lets the error pass if ranks measure shards together: the others would wait for a rank that has stopped.
+    It lets the error pass if ranks measure shards together: the others would wait for a rank that has stopped. It does
+    nothing for an optimizer that is None or has no parameters in 16 bits.
 
     Args:
         optimizer: the optimizer.
@@ -50,10 +51,10 @@ class RunMonitor:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        warns: bool,
-        across_ranks: bool,
+        optimizer: Any = None,
+        model: nn.Module | None = None,
+        warns: bool = True,
+        across_ranks: bool = True,
         codes: Collection[str] = FAULTS,
     ) -> None:
         self.measured = False
@@ -64,9 +65,11 @@ class RunMonitor:
         self._warns = warns
         self._ended = False
         self._monitor: PrecisionMonitor | None = None
-        self._with_others = across_ranks and any(is_sharded(p) or flat_part(p) for p in _parameters(optimizer))
-        with self._surviving_errors():
-            self._monitor = PrecisionMonitor(optimizer, model, across_ranks=across_ranks, on_error=self._end)
+        params = list(_parameters(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else []
+        self._with_others = across_ranks and any(is_sharded(param) or flat_part(param) for param in params)
+        if any(param.dtype in LOW_PRECISION_DTYPES for param in params):
+            with self._surviving_errors():
+                self._monitor = PrecisionMonitor(optimizer, model, across_ranks=across_ranks, on_error=self._end)
 
     def measure_if_logged(self, args: TrainingArguments, state: TrainerState) -> None:
         """Measure the coming step if it will be logged."""
@@ -76,10 +79,6 @@ class RunMonitor:
         with self._surviving_errors():
             self._monitor.measure_next_step(step)
             self.measured = True
-
-    def waits_for_end(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Return whether a step was measured that no log will show, since the run has no training log at all."""
-        return self.measured and _is_never_logged(args, state)
 
     def evaluate_and_warn(self) -> StepPrecision | None:
         """Evaluate what was measured since the last log, warn of what was not found before, and return the numbers."""
@@ -95,6 +94,12 @@ class RunMonitor:
                 logger.warning("hf_lowprec: %s", finding.message)
             return self._monitor.last
         return None
+
+    def end_run(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Stop watching. If the run has had no training log at all, warn of the step that was measured."""
+        if _is_never_logged(args, state):
+            self.evaluate_and_warn()
+        self.close()
 
     def close(self) -> None:
         """Stop watching."""
@@ -120,13 +125,6 @@ class RunMonitor:
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )
         self._ended = True
-
-
-def steps_16_bit_weights(optimizer: Any) -> bool:
-    """Return whether `optimizer` can be watched, and has parameters in 16 bits."""
-    return isinstance(optimizer, torch.optim.Optimizer) and any(
-        param.dtype in LOW_PRECISION_DTYPES for param in _parameters(optimizer)
-    )
 
 
 def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
@@ -164,71 +162,46 @@ class LostUpdatesWarning(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._monitor: RunMonitor | None = None
+        self._monitor = RunMonitor()
         self._logs = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Watch the optimizer if it steps 16-bit weights."""
-        self._stop()
+        self._monitor.close()
         self._logs = 0
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        if not state.is_world_process_zero or not steps_16_bit_weights(optimizer):
-            return
         # The steps of our optimizers wait for other ranks, which measure nothing.
-        if not (isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, _parameters(optimizer)))):
-            self._monitor = RunMonitor(
-                optimizer, kwargs["model"], warns=True, across_ranks=False, codes=("updates_lost",)
-            )
+        waits = isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, _parameters(optimizer)))
+        watched = optimizer if state.is_world_process_zero and not waits else None
+        self._monitor = RunMonitor(watched, kwargs["model"], across_ranks=False, codes=("updates_lost",))
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Measure the coming step if it will be logged, and its log is among those that are measured."""
-        if self._monitor is not None and self._logs + 1 in _MEASURED_LOGS:
+        if self._logs + 1 in _MEASURED_LOGS:
             self._monitor.measure_if_logged(args, state)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         """Warn if the step that was measured lost its updates. Stop after a warning or the last log that counts."""
-        if self._monitor is None or logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs:
             return
         self._logs += 1
         self._monitor.evaluate_and_warn()
         if self._monitor.found or self._logs >= max(_MEASURED_LOGS):
-            self._stop()
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop watching; a run without logs has its warning now."""
-        if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._monitor.evaluate_and_warn()
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._monitor is not None:
             self._monitor.close()
-        self._monitor = None
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Stop watching; a run without logs has its warning now."""
+        self._monitor.end_run(args, state)
 
 
 def add_lost_updates_warning(trainer: Trainer) -> None:
     """Let a Trainer without anything of this package be watched, unless another library owns its weights."""
-    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and _fsdp_version(trainer) == 1):
-        return
-    trainer.add_callback(LostUpdatesWarning())
-
-
-def _fsdp_version(trainer: Trainer) -> int:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return int(getattr(plugin, "fsdp_version", 1))
+    is_fsdp1 = trainer.is_fsdp_enabled and int(getattr(plugin, "fsdp_version", 1)) == 1
+    if not (trainer.is_deepspeed_enabled or is_fsdp1):
+        trainer.add_callback(LostUpdatesWarning())
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

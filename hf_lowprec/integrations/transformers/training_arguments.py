@@ -1,20 +1,21 @@
-"""The optimizer that `TrainingArguments` select, and checks of arguments that are incompatible with it."""
+"""The optimizer that `TrainingArguments` select."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
 
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of, optimizer_name
+from hf_lowprec.integrations.transformers.refusals import check_arguments
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.optimizer_names import optimizer_factory
 
-REPLACED_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+_REPLACED_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 """Keys of `optim_args` whose value replaces that of a field, which must then have its default or the same value."""
 _ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -28,13 +29,13 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
 
     Raises:
         ValueError: `optim_args` has an unknown key or a value that cannot be parsed, or one that differs from that of
-            a field in `REPLACED_FIELDS`; or `adam_beta1` or `adam_beta2` was set for an algorithm with three betas.
+            a field in `_REPLACED_FIELDS`; or `adam_beta1` or `adam_beta2` was set for an algorithm with three betas.
             The message names it.
     """
     cls, kwargs = optimizer_factory(optimizer_name(args))
     options = optim_args_of(args).optimizer
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for key, field in REPLACED_FIELDS.items():
+    for key, field in _REPLACED_FIELDS.items():
         value = getattr(args, field)
         if value not in (defaults[field], options.get(key, value)):
             raise ValueError(f"{field}={value} and {key}={options[key]} in optim_args differ; remove one of them")
@@ -52,70 +53,26 @@ def checked_arguments(args: Any) -> dict[str, Any]:
     """The optimizer's keyword arguments. Raises the errors of its constructor before any model is changed.
 
     Raises:
-        ValueError: see `optimizer_arguments`; or a value is out of range; or `optim_target_modules` or TRL's
-            `cast_lm_head_to_fp32` is set, which these optimizers do not support; or see `check_gradient_release`.
+        ValueError: see `optimizer_arguments` and `check_arguments`; or a value is out of range.
     """
     _, kwargs = optimizer_arguments(args)
-    if args.optim_target_modules:
-        raise ValueError(
-            f"optim_target_modules={args.optim_target_modules!r} selects modules for GaLore and APOLLO, but "
-            f"optim={optimizer_name(args)!r} trains all parameters that require gradients; remove it"
-        )
-    if getattr(args, "cast_lm_head_to_fp32", False):  # in TRL's configurations; it upcasts an already rounded head
-        raise ValueError(
-            "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
-        )
-    if kwargs.get("gradient_release") is True:
-        norm = optim_args_of(args).optimizer.get("max_grad_norm", args.max_grad_norm)
-        check_gradient_release(args, norm, str(kwargs.get("clip", "exact")))
+    check_arguments(args, kwargs)
     return optimizer_factory(optimizer_name(args), **kwargs)[1]
 
 
-def check_gradient_release(args: Any, max_grad_norm: float, clip: str) -> None:
-    """Raise ValueError if Trainer's arguments are incompatible with an optimizer with `gradient_release=True`.
+def copy_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
+    """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
-    Args:
-        args: Trainer's arguments.
-        max_grad_norm: the norm to which it clips, 0 for no clipping.
-        clip: the optimizer's argument.
+    Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.
+    Unless told otherwise, its DDP looks for unused parameters, which excludes taking gradients in the backward pass.
     """
-    steps = args.gradient_accumulation_steps
-    if steps > 1:
-        raise ValueError(
-            f"gradient_accumulation_steps={steps} accumulates gradients, but gradient_release=True steps parameters "
-            "and frees their gradients during every backward pass. Set gradient_accumulation_steps=1 and raise "
-            "per_device_train_batch_size, with gradient_checkpointing=True if activations do not fit; or replace "
-            "gradient_release=True by offload_states=True,offload_gradients=True, which accumulates in host memory"
-        )
-    if max_grad_norm and clip == "exact":
-        mode = optimizer_name(args).partition("_bf16_")[2]
-        stable = f"optim='stableadamw_bf16_{mode}'" if mode else "hf_lowprec.StableAdamW"
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm} (Trainer's default is 1.0) needs the norm of all gradients before the "
-            "first parameter is stepped, but gradient_release=True frees gradients during the backward pass. Set "
-            f"max_grad_norm=0 ({stable} clips each tensor's update by itself); or "
-            "optim_args='gradient_release=True,clip=delayed', which clips by the norm of the step before; or "
-            "optim_args='offload_states=True,offload_gradients=True'"
-        )
-
-
-def check_liger(args: Any, heads: Iterable[str]) -> None:
-    """Raise ValueError, naming what to change, if `use_liger_kernel` cannot run.
-
-    Args:
-        args: Trainer's arguments when training begins.
-        heads: the output heads that are kept in FP32.
-    """
-    if not args.use_liger_kernel:
-        return
-    if args.device.type == "cpu":
-        raise ValueError("use_liger_kernel=True: Liger's Triton kernels do not run on a CPU; remove it")
-    heads = ", ".join(heads)
-    if heads and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
-        raise ValueError(
-            f"use_liger_kernel=True multiplies 16-bit hidden states by the weight of {heads}, which is kept in FP32; "
-            "set liger_kernel_config={'fused_linear_cross_entropy': False}"
-        )
+    for key, field in _REPLACED_FIELDS.items():
+        setattr(args, field, options.get(key, getattr(args, field)))
+    if "max_grad_norm" in options:
+        args.max_grad_norm = options["max_grad_norm"]
+    takes_gradients = options.get("gradient_release") or options.get("offload_gradients")
+    if takes_gradients and args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False
 
 
 def _adam_fields(args: Any, open_defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, read_metadata
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+from hf_lowprec.integrations.transformers.checkpoints.load import load_best
 from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
-from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import load_best
 from tests.support.planted_pickles import Creates
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -70,7 +70,7 @@ def test_nothing_is_run_when_shards_are_read(tmp_path):
     with pytest.raises(ValueError, match=r"\.metadata cannot be read: it names io\.open"):
         ShardedFolder(folder)
     best = SimpleNamespace(optimizer=None, state=SimpleNamespace(best_model_checkpoint=str(tmp_path)))
-    for act in (lambda: choose_checkpoint(str(tmp_path), "out"), lambda: load_best(SimpleNamespace(trainer=best))):
+    for act in (lambda: choose_checkpoint(str(tmp_path), "out"), lambda: load_best(None, best)):
         with pytest.raises(ValueError, match=r"is not loaded: \S+\.metadata cannot be read: it names io\.open"):
             act()
     assert not marker.exists()

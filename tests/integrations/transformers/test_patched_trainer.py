@@ -1,19 +1,19 @@
 """Trainers whose methods other libraries, or subclasses, have replaced by ones with other signatures."""
 
 import functools
-import inspect
 
 import pytest
 import torch
 from transformers import Trainer
 
+from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.trainer import _EVERY_TRAINER, _OUR_TRAINERS, wrap_trainer
 from tests.support.training.tiny_trainer import arguments, assert_pure_bf16, counting_data, llama
 
 
 def patched(original, wraps: bool):
-    def method(self, *args, **kwargs):
-        return original(self, *args, **kwargs)
+    def method(*args, **kwargs):
+        return original(*args, **kwargs)
 
     return functools.wraps(original)(method) if wraps else method
 
@@ -24,10 +24,12 @@ def patched_trainer(monkeypatch, request):
     before, wraps = request.param
     for name in [*_EVERY_TRAINER, *_OUR_TRAINERS]:
         method = vars(Trainer)[name]
-        monkeypatch.setattr(Trainer, name, patched(method.__wrapped__ if before else method, wraps))
+        is_static = isinstance(method, staticmethod)
+        function = method.__func__ if is_static else method
+        replacement = patched(function.__wrapped__ if before else function, wraps)
+        monkeypatch.setattr(Trainer, name, staticmethod(replacement) if is_static else replacement)
     if before:
-        static = inspect.getattr_static(Trainer, "get_optimizer_cls_and_kwargs").__func__
-        monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(static.__wrapped__))
+        monkeypatch.setattr(private_apis, "constructor_arguments", private_apis.constructor_arguments.__wrapped__)
         monkeypatch.delattr(Trainer, "_hf_lowprec_wrapped")
     wrap_trainer()
 

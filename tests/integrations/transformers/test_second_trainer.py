@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_lowprec import export_checkpoint, fp32_state_dict
 from hf_lowprec.integrations.transformers import callback, private_apis
-from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
+from hf_lowprec.integrations.transformers.checkpoints import load
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.state.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
@@ -240,7 +240,7 @@ def test_compensations_of_other_weights_are_not_kept(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(callback.LowPrecisionCallback, "on_train_end", no_space)
-        patch.setattr(trainer_methods, "load_low_bits_of_optimizer", lambda *_: None)  # those of the best weights
+        patch.setattr(load, "load_low_bits_of_optimizer", lambda *_: None)  # those of the best weights
         best = Trainer(
             llama(),
             arguments(tmp_path / "b", optim="adamw_bf16_split", learning_rate=1e-4, **FIRST_IS_BEST),

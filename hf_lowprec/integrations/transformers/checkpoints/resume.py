@@ -14,19 +14,23 @@ import functools
 import logging
 import os
 import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils.constants import FSDP_MODEL_NAME
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lowprec.integrations.checkpoint_files.input_files import read_json
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, UnreadableError
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ZERO_STATES
+from hf_lowprec.integrations.transformers import private_apis
+from hf_lowprec.integrations.transformers.callback import callback_of
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
     check_files,
@@ -34,6 +38,7 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     listing,
     read_manifest,
 )
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,40 @@ _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", ZERO_STATES)
 
 _on_every_rank = functools.partial(gather_objects, purpose="choosing a checkpoint")
+
+
+def train(original: Callable, trainer: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.train`: choose a whole checkpoint to resume from.
+
+    If training raises an exception, end the run as far as the callback can.
+
+    Raises:
+        ValueError: see `choose_checkpoint`; or the checkpoint holds the model in another way than those of this run.
+    """
+    checkpoint = choose_checkpoint(resume_from_checkpoint, trainer.args.output_dir)
+    if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
+        engine = "DeepSpeed" if trainer.is_deepspeed_enabled else None
+        _check_layout(Path(checkpoint), engine or private_apis.state_dict_type(trainer))
+    try:
+        with private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext():
+            return original(trainer, checkpoint, *args, **kwargs)
+    except BaseException:
+        try:
+            callback_of(trainer).end_by_error(trainer.args, unwrap_optimizer(trainer.optimizer))
+        except Exception as error:  # of a device, say, on which nothing works any more
+            logger.info("hf_lowprec: the low bits of the weights could not be kept: %r", error)
+        raise
+
+
+def run_epoch(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    """Trainer's loop over an epoch: skip it if all steps are done.
+
+    Trainer checks `max_steps` only after a step, so a run resumed from its final checkpoint would take one too many.
+    """
+    if trainer.state.global_step >= trainer.state.max_steps:
+        trainer.control.should_training_stop = True
+        return
+    original(trainer, *args, **kwargs)
 
 
 def choose_checkpoint(
@@ -69,29 +108,28 @@ def choose_checkpoint(
         raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; pass the same value on all ranks")
     if not resume_from_checkpoint:
         return resume_from_checkpoint
-    if resume_from_checkpoint is True:
-        chosen = _newest(Path(output_dir))
-        if chosen is None:
-            return resume_from_checkpoint  # Trainer raises an error
-    else:
-        chosen = Path(resume_from_checkpoint)
-        if not any(_on_every_rank(chosen.is_dir())):
-            return resume_from_checkpoint  # as above
-        found = _on_every_rank(_examine(chosen).problems if _checks_here() and chosen.is_dir() else [])
-        check_files(chosen, "resume_from_checkpoint", _of_all_ranks(found))
-    missing_on = [rank for rank, sees in enumerate(_on_every_rank(chosen.is_dir())) if not sees]
-    if missing_on:
+    folder, named = Path(output_dir), None if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+    candidates = [named] if named is not None else _checkpoints_in(folder)
+    examined = {path.name: _examine(path) for path in candidates if path.is_dir()} if _checks_here() else {}
+    found = _on_every_rank(examined)
+    chosen = named or _newest(folder, found)
+    if chosen is None or not any(found):
+        return resume_from_checkpoint  # Trainer raises an error
+    check_files(chosen, "resume_from_checkpoint", _problems(chosen.name, found))
+    unsafe_here = unsafe_shards(chosen) if _checks_here() else []
+    seen, unsafe = zip(*_on_every_rank((chosen.is_dir(), unsafe_here)), strict=True)
+    if missing_on := [rank for rank, sees in enumerate(seen) if not sees]:
         raise ValueError(
             f"rank {', '.join(map(str, missing_on))} does not see {str(chosen)!r}, from which the others resume; "
             "put output_dir on storage shared by all machines, or save with save_on_each_node=True"
         )
-    if unsafe := _of_all_ranks(_on_every_rank(unsafe_shards(chosen) if _checks_here() else [])):
-        raise ValueError(f"{str(chosen)!r} is not loaded: {listing(unsafe)}. Pass another checkpoint")
+    if problems := _of_all_ranks(unsafe):
+        raise ValueError(f"{str(chosen)!r} is not loaded: {listing(problems)}. Pass another checkpoint")
     _warn_of_incomplete_state(chosen)
     return str(chosen)
 
 
-def check_layout(checkpoint: Path, wanted: str | None) -> None:
+def _check_layout(checkpoint: Path, wanted: str | None) -> None:
     """Raise ValueError unless the checkpoint holds the model as checkpoints of this run do.
 
     Args:
@@ -166,21 +204,25 @@ def _examine(checkpoint: Path) -> _Examined:
     return _Examined(0, [] if whole else [f"{TRAINER_STATE_NAME} is missing"])
 
 
-def _newest(folder: Path) -> Path | None:
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
+
+
+def _newest(folder: Path, found: list[dict[str, _Examined]]) -> Path | None:
     """The newest whole checkpoint, with a warning about those that were skipped; None if there are no checkpoints.
 
     Those without a manifest, which a stock Trainer has saved, come last, by their steps.
 
+    Args:
+        folder: the folder that they are in.
+        found: what each rank has found there.
+
     Raises:
         ValueError: there are checkpoints, and none is whole.
     """
-    names = [path.name for path in folder.iterdir() if path.is_dir()] if _checks_here() and folder.is_dir() else []
-    found = _on_every_rank({name: _examine(folder / name) for name in filter(_CHECKPOINT.match, names)})
     saved = {name: examined.saved for name, examined in found[0].items()}
+    problems = {name: _problems(name, found) for name in saved}
     newest_first = sorted(saved, key=lambda name: (saved[name], _step(name)), reverse=True)
-    problems = {
-        name: _of_all_ranks([of_rank[name].problems if name in of_rank else [] for of_rank in found]) for name in saved
-    }
     chosen = next((name for name in newest_first if not problems[name]), None)
     skipped = newest_first
     if chosen is not None:
@@ -204,7 +246,11 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _of_all_ranks(problems: list[list[str]]) -> list[str]:
+def _problems(name: str, found: list[dict[str, _Examined]]) -> list[str]:
+    return _of_all_ranks([of_rank[name].problems if name in of_rank else [] for of_rank in found])
+
+
+def _of_all_ranks(problems: Sequence[list[str]]) -> list[str]:
     """The problems that the ranks have found in a checkpoint, in rank order."""
     return [
         problem if rank == 0 else f"{problem} (as rank {rank} sees it)"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer
 
-from hf_lowprec.integrations.transformers.checkpoints.weights import keep_low_bits_of_checkpoint, load_in_place
+from hf_lowprec.integrations.transformers.checkpoints.load import keep_low_bits_of_checkpoint, load_in_place
 from hf_lowprec.rounding import fp32_value
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
