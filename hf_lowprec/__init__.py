@@ -16,30 +16,33 @@ from typing import TYPE_CHECKING, Any
 from hf_lowprec.import_hook import when_imported
 
 if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
-    from hf_lowprec.casting import CastReport, cast_model, return_float32
-    from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
-    from hf_lowprec.integrations.averaging import AveragedModel
-    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
-    from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
-    from hf_lowprec.integrations.export.save_pretrained import save_pretrained
-    from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-    from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
-    from hf_lowprec.optim import (
-        SGD,
-        Adafactor,
-        Adam,
-        AdamW,
-        Adan,
-        Lion,
-        Muon,
-        Prodigy,
-        RAdam,
-        ScheduleFreeAdamW,
-        StableAdamW,
-    )
-    from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
-    from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
-    from hf_lowprec.optim.state.fp32_weights import drop_low_bits, fp32_state_dict, keep_low_bits
+    from hf_lowprec.casting import CastReport as CastReport
+    from hf_lowprec.casting import cast_model as cast_model
+    from hf_lowprec.casting import return_float32 as return_float32
+    from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator as prepare_accelerator
+    from hf_lowprec.integrations.averaging import AveragedModel as AveragedModel
+    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed as initialize_deepspeed
+    from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint as export_checkpoint
+    from hf_lowprec.integrations.export.save_pretrained import save_pretrained as save_pretrained
+    from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback as LowPrecisionCallback
+    from hf_lowprec.monitor.precision_monitor import PrecisionMonitor as PrecisionMonitor
+    from hf_lowprec.optim import SGD as SGD
+    from hf_lowprec.optim import Adafactor as Adafactor
+    from hf_lowprec.optim import Adam as Adam
+    from hf_lowprec.optim import AdamW as AdamW
+    from hf_lowprec.optim import Adan as Adan
+    from hf_lowprec.optim import Lion as Lion
+    from hf_lowprec.optim import Muon as Muon
+    from hf_lowprec.optim import Prodigy as Prodigy
+    from hf_lowprec.optim import RAdam as RAdam
+    from hf_lowprec.optim import ScheduleFreeAdamW as ScheduleFreeAdamW
+    from hf_lowprec.optim import StableAdamW as StableAdamW
+    from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices as hidden_matrices
+    from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES as OPTIMIZER_NAMES
+    from hf_lowprec.optim.optimizer_names import optimizer_factory as optimizer_factory
+    from hf_lowprec.optim.state.fp32_weights import drop_low_bits as drop_low_bits
+    from hf_lowprec.optim.state.fp32_weights import fp32_state_dict as fp32_state_dict
+    from hf_lowprec.optim.state.fp32_weights import keep_low_bits as keep_low_bits
 
     __version__: str
 
@@ -61,7 +64,8 @@ _DEFINED_IN = {
     "OPTIMIZER_NAMES": "optim.optimizer_names",
     "optimizer_factory": "optim.optimizer_names",
 }
-
+_ALGORITHMS = "SGD Adafactor Adam AdamW Adan Lion Muon Prodigy RAdam ScheduleFreeAdamW StableAdamW"
+_PUBLIC = [*_DEFINED_IN, *_ALGORITHMS.split(), "register"]
 _NEEDS = {
     "integrations.accelerate": "accelerate",
     "integrations.deepspeed": "deepspeed",
@@ -70,38 +74,8 @@ _NEEDS = {
 }
 """The library without which the modules of a subpackage cannot be imported."""
 
-__all__ = [
-    "OPTIMIZER_NAMES",
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "Adan",
-    "AveragedModel",
-    "CastReport",
-    "Lion",
-    "LowPrecisionCallback",
-    "Muon",
-    "PrecisionMonitor",
-    "Prodigy",
-    "RAdam",
-    "ScheduleFreeAdamW",
-    "StableAdamW",
-    "cast_model",
-    "drop_low_bits",
-    "export_checkpoint",
-    "fp32_state_dict",
-    "hidden_matrices",
-    "initialize_deepspeed",
-    "keep_low_bits",
-    "optimizer_factory",
-    "prepare_accelerator",
-    "register",
-    "return_float32",
-    "save_pretrained",
-]
-
-if not TYPE_CHECKING:  # type checkers would accept any name
+if not TYPE_CHECKING:  # type checkers read the imports above, and would accept any name
+    __all__ = [*_PUBLIC]  # noqa: PLE0604
 
     def __getattr__(name: str) -> Any:
         if name in _DEFINED_IN:
@@ -122,7 +96,7 @@ def __dir__() -> list[str]:
     subpackages = {name: ".".join(where.split(".")[:2]) for name, where in _DEFINED_IN.items()}
     missing = {name for name, within in subpackages.items() if within in _NEEDS and not found[_NEEDS[within]]}
     special = {name for name in globals() if name.startswith("__")} | {"__version__"}
-    return sorted(special | ({*__all__} - missing))
+    return sorted(special | ({*_PUBLIC} - missing))
 
 
 def _version() -> str:

@@ -39,7 +39,6 @@ import torch
 import hf_lowprec
 from transformers import TrainingArguments
 assert "signsgd_bf16_kahan" in hf_lowprec.OPTIMIZER_NAMES, hf_lowprec.OPTIMIZER_NAMES
-assert "SignSGD" in hf_lowprec.__all__
 from hf_lowprec.optim import SignSGD
 TrainingArguments(output_dir="out", optim="signsgd_bf16_sr")
 for backend in ("eager", "native"):

@@ -7,7 +7,8 @@ states in 8 bits and the norm are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class _Part(NamedTuple):
     where: slice
 
 
-class _SharedGroup(MutableMapping[str, Any]):
+class _SharedGroup(UserDict):
     """DeepSpeed's view of a param group: the parameters of one dtype. Everything else it shares with the group.
 
     DeepSpeed replaces the parameters by its partitions. Learning rates may be set in either of the two.
@@ -48,30 +49,21 @@ class _SharedGroup(MutableMapping[str, Any]):
 
     def __init__(self, optimizer: torch.optim.Optimizer, position: int, dtype: torch.dtype) -> None:
         self._optimizer, self._position = optimizer, position
-        self._params = {"params": [param for param in self.shared["params"] if param.dtype == dtype]}
+        self._params = [param for param in self.data["params"] if param.dtype == dtype]
 
     @property
-    def shared(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
         """The group itself; loading a state dict replaces it."""
         return self._optimizer.param_groups[self._position]
 
-    def _of(self, key: str) -> dict[str, Any]:
-        return self._params if key == "params" else self.shared
-
     def __getitem__(self, key: str) -> Any:
-        return self._of(key)[key]
+        return self._params if key == "params" else self.data[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._of(key)[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._of(key)[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shared)
-
-    def __len__(self) -> int:
-        return len(self.shared)
+        if key == "params":
+            self._params = value
+        else:
+            self.data[key] = value
 
 
 class PartitionedOptimizer(torch.optim.Optimizer):
@@ -145,7 +137,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             set_flat_part(part, FlatPart(*self._identities[id(piece.param)], piece.shape, piece.start))
             parts.append(_Part(part, where))
         self._parts[id(partition.flat)] = parts
-        own = self.param_groups[partition.group].shared  # type: ignore[attr-defined]
+        own = self.param_groups[partition.group].data  # type: ignore[attr-defined]
         own["params"] += [part.param for part in parts]
 
     def _norm_of(self, grads: Iterable[Tensor]) -> Tensor:

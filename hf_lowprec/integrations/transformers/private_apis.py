@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +89,28 @@ def saves_sharded(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def saving_whole_models(trainer: Trainer) -> Iterator[None]:
-    """Let `save_model` write whole models under FSDP inside. Where checkpoints hold shards, Trainer writes nothing."""
-    if not saves_sharded(trainer) or is_sharded_at_load(trainer.model):
-        yield
-        return
-    plugin = trainer.accelerator.state.fsdp_plugin
-    configured, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+def _set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` inside."""
+    configured = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        plugin.state_dict_type = configured
+        setattr(owner, name, configured)
+
+
+def saving_whole_models(trainer: Trainer) -> AbstractContextManager[None]:
+    """Let `save_model` write whole models under FSDP inside. Where checkpoints hold shards, Trainer writes nothing."""
+    if not saves_sharded(trainer) or is_sharded_at_load(trainer.model):
+        return nullcontext()
+    return _set_inside(trainer.accelerator.state.fsdp_plugin, "state_dict_type", StateDictType.FULL_STATE_DICT)
+
+
+def allowing_checkpoints(args: Any, model: Any) -> AbstractContextManager[None]:
+    """Let a Trainer be built inside that saves checkpoints of a `model` sharded at load. Trainer refuses to."""
+    return (
+        nullcontext() if args is None or not is_sharded_at_load(model) else _set_inside(args, "save_only_model", True)
+    )
 
 
 def one_group_for_all_meshes() -> AbstractContextManager[None]:
@@ -109,19 +120,6 @@ def one_group_for_all_meshes() -> AbstractContextManager[None]:
     other random bits, and a checkpoint would not fit another mesh.
     """
     return temporarily_wrapped(transformers.trainer, "has_mixed_dtensor", lambda original, params: False)
-
-
-@contextmanager
-def allowing_checkpoints(args: Any, model: Any) -> Iterator[None]:
-    """Let a Trainer be built inside that saves checkpoints of a `model` sharded at load. Trainer refuses to."""
-    if args is None or not is_sharded_at_load(model):
-        yield
-        return
-    configured, args.save_only_model = args.save_only_model, True
-    try:
-        yield
-    finally:
-        args.save_only_model = configured
 
 
 def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ def mistakes(model: nn.Module) -> None:
     hf_lowprec.Muon(params, adjust_lr_fn="moonlight")  # error: arg-type
     hf_lowprec.LowPrecisionCallback(grad_accumulation="bf16")  # error: arg-type
     hf_lowprec.prepare_accelerator(Accelerator(), grad_accumulation="bf16")  # error: arg-type
-    hf_lowprec.cast_model(model, "bfloat16")  # error: arg-type
+    hf_lowprec.cast_model(model, 16)  # error: arg-type
     optimizer = hf_lowprec.AdamW(params)
     hf_lowprec.save_pretrained(model, optimizer, "out", dtype="float16")  # error: arg-type
     optimizer.clip_grad_norm(1.0)  # error: attr-defined
