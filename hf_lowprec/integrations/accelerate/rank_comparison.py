@@ -22,7 +22,6 @@ from hf_lowprec.reduction.compare_ranks import (
     optimizer_settings,
     synchronized_parameters,
     to_plain_value,
-    with_optimizer_states,
 )
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 
@@ -106,12 +105,8 @@ class RankComparison:
         with_its_state = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
         if with_its_state is not None:
             with_its_state.finish_host_steps()  # of parameters whose gradients were released
-<<<<<<< HEAD:hf_lowprec/integrations/accelerate/first_step_comparison.py
-        difference = find_replica_difference(named, with_its_state)
-=======
         named = ((names[param], param) for param in params)
-        difference = find_replica_difference(with_optimizer_states(named, with_its_state))
->>>>>>> 653e6db4 (A prepared Accelerator has wrapped methods, as everything else that is wrapped, in place of a class of its own):hf_lowprec/integrations/accelerate/rank_comparison.py
+        difference = find_replica_difference(named, with_its_state)
         of_ranks = gather_if_different(difference) or [difference]  # replicas of shards are in several groups
         if any(of_ranks):
             raise RuntimeError(
