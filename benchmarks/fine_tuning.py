@@ -25,7 +25,7 @@ from benchmarks.evidence.training.text import held_out, standard_library
 from benchmarks.record import write_record
 from hf_lowprec import LowPrecisionCallback, PrecisionMonitor
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision, sum_over_steps
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 
 LENGTH, BATCH, VALIDATION_BLOCKS = 128, 4, 128
 MEASURED = 25

@@ -57,9 +57,9 @@ PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 for tool, others in TOOLS.items():
     MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in others)}
 OPTIM = (
-    *("cached_property", "private_torch_apis", "unwrap_optimizer", "sharding", "arguments", "algorithm_interface"),
-    *("validation", "parameter_numbers", "plain_memory", "state", "step", "backends", "gradient_release", "offload"),
-    *("optimizer", "algorithms", "optimizer_names"),
+    *("cached_property", "private_torch_apis", "sharding", "arguments", "algorithm_interface", "validation"),
+    *("param_groups", "state", "step", "backends", "gradient_release", "offload", "optimizer", "algorithms"),
+    "optimizer_names",
 )
 """The files and folders of `optim`, from the lowest to the highest."""
 KERNELS = {f"{PACKAGE}.optim.backends.triton.{name}" for name in ("square_sum", "matrix_places")}

@@ -13,8 +13,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_release.buckets import gradients_alive
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.state_tensors import state_tensors, stays_in_bf16
-from hf_lowprec.rounding.block_floats import BLOCK
+from hf_lowprec.optim.state.states import state_tensors, stays_in_bf16
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch
     for group, param in _with_states(optimizer):
         shape = local_shard(param).shape
         for tensor in state_tensors(optimizer, group, param):
-            count = tensor.state.shape_for(shape).numel()
-            elements[tensor.state.name][tensor.dtype] += count if tensor.state.scale_of is None else count // BLOCK
+            elements[tensor.state.name][tensor.dtype] += tensor.state.shape_for(shape).numel()
     return elements
 
 

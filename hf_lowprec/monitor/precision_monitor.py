@@ -24,9 +24,9 @@ from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 DECAY_EVERY = 8
 """Steps between measurements of the weight decay, which cost as much as all others."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from hf_lowprec.optim import arguments, parameter_numbers, validation
+from hf_lowprec.optim import arguments, param_groups, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.backends import selection
@@ -24,16 +24,17 @@ from hf_lowprec.optim.gradient_release.collector import GradientCollector, check
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.offload.gradients import OffloadedGradients
 from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
+from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
 from hf_lowprec.optim.sharding import place_gradients
 from hf_lowprec.optim.state.fp32_weights import reset_low_bits_of_other_weights, zero_low_bits_of_other_weights
+from hf_lowprec.optim.state.saved_formats import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.state.state_dict import check_and_load
-from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views
 from hf_lowprec.optim.step.factored_moments import compute_factors, store_means
-from hf_lowprec.optim.step.fingerprint import params_of, warn_about_changed_dtypes
+from hf_lowprec.optim.step.fingerprint import warn_about_changed_dtypes
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
@@ -123,7 +124,7 @@ class LowPrecisionOptimizer(Algorithm):
             del values["first_parameter"]
         super().__init__(params, values)
         if is_first:
-            parameter_numbers.number_if_single(self)
+            param_groups.number_if_single(self)
         self._collect_gradients()
 
     def _collect_gradients(self) -> None:
@@ -172,7 +173,7 @@ class LowPrecisionOptimizer(Algorithm):
             with torch.enable_grad():
                 loss = closure()
 
-        parameter_numbers.reset_numbers()
+        param_groups.reset_numbers()
         if self.release is not None:
             self.grad_norm = self.release.end_step()
             self.finish_host_steps()
@@ -265,7 +266,7 @@ class LowPrecisionOptimizer(Algorithm):
 
     def plan_step(self) -> StepPlan:
         """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else, but
-        after a change of the rounding mode converts weights and states, see `mode_change.py`.
+        after a change of the rounding mode converts weights and states, see `convert_states`.
 
         Called by `step`, and by code that computes a step without applying it (`monitor/`). Use it in a `with`
         statement, which releases the gradients.

@@ -23,6 +23,12 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 BLOCK = 32
 """Elements that share a scale."""
 
+
+def scale_shape(shape: torch.Size) -> torch.Size:
+    """The shape of the scales of codes of `shape`."""
+    return torch.Size((*shape[:-1], *(length // BLOCK for length in shape[-1:])))
+
+
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -0x80000000
 _NAN = 0x7FC00000

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_lowprec.rounding.block_floats import scale_shape
 from hf_lowprec.rounding.kahan import kahan_add
 from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.split import join, split
@@ -37,7 +38,7 @@ class State:
     """A state tensor that every parameter of an algorithm or mode has.
 
     Attributes:
-        name: its key in `optimizer.state[param]`, where codes of 8 bits have another one, see `key_of`.
+        name: its key in `optimizer.state[param]`, where codes of 8 bits have another one, see `states.py`.
         role: the role of its random bits, see `random_bits.py`.
         averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
             are rounded to nearest.
@@ -66,6 +67,8 @@ class State:
 
     def shape_for(self, shape: torch.Size) -> torch.Size:
         """Its shape for a parameter, or for a part of one, of `shape`."""
+        if self.scale_of is not None:
+            return scale_shape(shape)
         if self.mean_over is None:
             return shape
         dim = self.mean_over % len(shape)

@@ -9,7 +9,7 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import COLUMN
-from hf_lowprec.optim.state.states_in_8_bits import decoded_states
+from hf_lowprec.optim.state.states import value_in
 from hf_lowprec.rounding.low_bits import fp64_value
 
 
@@ -44,8 +44,8 @@ def test_updates_of_this_package_are_adamws(rounding, state_dtype):
         set_gradients(params, step)
         expected = []
         for param in params:
-            state = decoded_states(optimizer.state[param])
-            m, v = (state[name].double() if name in state else 0.0 for name in ("exp_avg", "exp_avg_sq"))
+            state = optimizer.state[param]
+            m, v = (value_in(state, name).double() if state else 0.0 for name in ("exp_avg", "exp_avg_sq"))
             g, t = param.grad.double(), step + 1
             # Split weights decay as their masters do, which differ from them by half a spacing.
             w = fp64_value(param.detach(), state.get("remainder"))

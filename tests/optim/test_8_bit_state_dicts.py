@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.state.states_in_8_bits import decoded_states, is_nonnegative
+from hf_lowprec.optim.state.states import is_nonnegative, value_in
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.optim.optimizer_contents import assert_equal, params_of, refuses, train
 
@@ -94,7 +94,7 @@ def test_torchs_optimizers_do_not_take_codes_for_values(cls):
     theirs = cls(parameters(FP32), lr=1e-2)
     theirs.load_state_dict(decoded.state_dict())
     for ours, state in zip(source.state.values(), theirs.state.values(), strict=True):
-        assert torch.equal(state["exp_avg_sq"], decoded_states(ours)["exp_avg_sq"].float())
+        assert torch.equal(state["exp_avg_sq"], value_in(ours, "exp_avg_sq"))
     train(theirs, 1)
 
 
@@ -162,7 +162,7 @@ def test_states_of_torchs_optimizers_are_encoded():
         in_8_bits = param.dim() > 1 and param.shape[-1] % 32 == 0
         assert ("exp_avg_code" in state) == in_8_bits
         for name in ("exp_avg", "exp_avg_sq"):
-            found = decoded_states(state)[name].double()
+            found = value_in(state, name).double()
             error = (found - exact[name].double()).abs() / exact[name].double().abs()
             # Half a spacing of 3 mantissa bits; values far below their block's maximum have 2.
             assert error.max() <= (1 / 8 if in_8_bits else 2.0**-9)

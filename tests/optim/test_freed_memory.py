@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, plain_memory, validation
+from hf_lowprec.optim import AdamW, validation
+from hf_lowprec.optim.step import param_entry
 from tests.support.processes import forkserver
 
 SCRIPT = """
@@ -93,5 +94,5 @@ def test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch):
 
 
 def test_low_addresses_are_ordinary(monkeypatch):
-    monkeypatch.setattr(plain_memory, "_LOW", 1 << 63)
+    monkeypatch.setattr(param_entry, "_LOW", 1 << 63)
     test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, parameter_numbers
+from hf_lowprec.optim import SGD, AdamW, param_groups
 from tests.support.training.tiny_trainer import arguments
 
 OPTIONS = [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"backend": "eager", "seed": 5, "lr": torch.tensor(1e-2)}]
@@ -17,7 +17,7 @@ OPTIONS = [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"backend": "eager
 
 @pytest.fixture(autouse=True)
 def fresh_numbers():
-    parameter_numbers.reset_numbers()
+    param_groups.reset_numbers()
 
 
 def parameters(number: int = 3, size: int = 4096) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.state.states_in_8_bits import decoded_states, encoded
+from hf_lowprec.optim.state.states import stored_as, value_in
 from tests.support.optim.gradient_dtypes import allow_gradients_in
 
 FP32, INT8 = torch.float32, torch.int8
@@ -55,7 +55,7 @@ def test_storing_a_second_moment_lengthens_the_next_step_by_less_than_a_code(cas
         param.grad = gradient(step, case)
         _, exact = next_step(before, param.grad, step)
         optimizer.step()
-        stored = decoded_states(optimizer.state[param])
+        stored = {name: value_in(optimizer.state[param], name) for name in before}
         assert (stored["exp_avg_sq"] > 0).all()
         found, expected = (
             next_step({**stored, **moment}, gradient(step + 1, case), step + 1)[0]
@@ -80,7 +80,7 @@ def test_steps_beside_an_outlier_are_too_short(ratio, slowest, fastest):
     """
     ratios = ratio * 2.0 ** (torch.arange(256) / 512)  # their squares fill an octave
     exact = torch.cat([ratios.square()[:, None], torch.ones(256, 31)], dim=1)
-    stored = decoded_states(encoded(exact, "exp_avg_sq"))["exp_avg_sq"]
+    stored = value_in(stored_as(exact, INT8, "exp_avg_sq"), "exp_avg_sq")
     rates = stored[:, 1:].rsqrt() * (ratios[:, None] / ratio)
     assert rates.min().item() == pytest.approx(slowest, rel=0.01)
     assert rates.max().item() == pytest.approx(fastest, rel=0.01)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.state_tensors import PAGE, SMALLEST, StateTensor, zeros_apart
+from hf_lowprec.optim.state.states import PAGE, SMALLEST, StateTensor, zeros_apart
 from hf_lowprec.rounding import State
 
 LARGE = (SMALLEST // 2 // 64, 64)

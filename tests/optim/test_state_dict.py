@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from hf_lowprec.optim import SGD, AdamW, Lion
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.arguments import keywords
-from hf_lowprec.optim.state.state_dict_format import FORMAT
+from hf_lowprec.optim.state.saved_formats import FORMAT
 from hf_lowprec.optim.validation import group_keys
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.state import state_tensors, states_in_8_bits
+from hf_lowprec.optim.state import state_dict, states
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 from tests.support.rounding import block_floats
@@ -222,7 +222,7 @@ def test_what_cannot_be_converted_leaves_the_optimizer_unchanged(before, after, 
 
 
 def test_a_lack_of_memory_leaves_the_optimizer_unchanged(monkeypatch):
-    original, calls = state_tensors.rounded_to_nearest, []
+    original, calls = state_dict.in_own_dtypes, []
 
     def out_of_memory(*arguments):
         calls.append(arguments)
@@ -230,16 +230,15 @@ def test_a_lack_of_memory_leaves_the_optimizer_unchanged(monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return original(*arguments)
 
-    monkeypatch.setattr(state_tensors, "rounded_to_nearest", out_of_memory)
+    monkeypatch.setattr(state_dict, "in_own_dtypes", out_of_memory)
     saved, target = adamw(3, state_dtype=FP32).state_dict(), adamw(1, state_dtype=INT8)
     refuses(lambda: target.load_state_dict(saved), target, ["out of memory"])
 
 
 def test_large_states_are_encoded_in_parts(monkeypatch):
     value = torch.randn((7, 96), generator=torch.Generator().manual_seed(0)).bfloat16()
-    whole = states_in_8_bits.encoded(value, "exp_avg")
-    monkeypatch.setattr(states_in_8_bits, "chunk_size", lambda device: 64)
-    assert_equal(states_in_8_bits.encoded(value, "exp_avg"), whole)
-    assert_equal(
-        states_in_8_bits.encoded(value[:, ::3], "exp_avg"), states_in_8_bits.encoded(value[:, ::3].clone(), "exp_avg")
-    )
+    whole = states.stored_as(value, INT8, "exp_avg")
+    monkeypatch.setattr(states, "chunk_size", lambda device: 64)
+    assert_equal(states.stored_as(value, INT8, "exp_avg"), whole)
+    strided = value[:, ::3]
+    assert_equal(states.stored_as(strided, INT8, "exp_avg"), states.stored_as(strided.clone(), INT8, "exp_avg"))

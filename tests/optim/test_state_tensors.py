@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW, Adan
-from hf_lowprec.optim.state.state_tensors import state_tensors
+from hf_lowprec.optim.state.states import state_tensors
 
 INT8, UINT8, BF16, FP32 = torch.int8, torch.uint8, torch.bfloat16, torch.float32
 

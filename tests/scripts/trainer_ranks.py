@@ -32,7 +32,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traine
 
 import hf_lowprec
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from tests.scripts import sharded_at_load
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu

@@ -42,7 +42,7 @@ from hf_lowprec.integrations.export.parameter_names import write_model_descripti
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import (

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.wrapped_method import temporarily_wrapped
 
 _PREPARED = "_is_accelerate_prepared"

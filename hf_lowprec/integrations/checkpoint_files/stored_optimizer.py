@@ -17,8 +17,8 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.state_dict_format import LOW_BITS, from_saved_form, in_own_dtype
-from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX, SCALE_SUFFIX, decoded, states_in_codes
+from hf_lowprec.optim.state.saved_formats import LOW_BITS, from_saved_form, in_own_dtype
+from hf_lowprec.optim.state.states import CODE_SUFFIX, SCALE_SUFFIX, storage_keys, value_in
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.low_bits import fp32_value
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
@@ -173,12 +173,10 @@ def _states(
         for key, tensor in tensors.items()
         if key != _STEP and (is_number or tensor.dim())  # other numbers count something
     }
-    names = {name + CODE_SUFFIX: name for name in states_in_codes(infos.keys())}
+    names = {key: name for key in infos if (name := key.removesuffix(CODE_SUFFIX)) + SCALE_SUFFIX in infos}
     scales = {name + SCALE_SUFFIX for name in names.values()}
 
     def read_values(name: str) -> Tensor:
-        if name + CODE_SUFFIX in names:
-            return decoded(read(name + CODE_SUFFIX), read(name + SCALE_SUFFIX), name)
-        return in_own_dtype(name, read(name))
+        return value_in({key: in_own_dtype(key, read(key)) for key in storage_keys(name, infos.keys())}, name)
 
     return {names.get(key, key): info for key, info in infos.items() if key not in scales}, read_values

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from hf_lowprec.integrations.adapters import has_adapters, is_peft
 from hf_lowprec.integrations.checkpoint_files.input_files import path_inside, read_json
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
 logger = logging.getLogger(__name__)

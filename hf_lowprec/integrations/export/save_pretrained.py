@@ -23,10 +23,10 @@ from hf_lowprec.integrations.export.model_folder import (
     saved_dtype,
     write_model_folder,
 )
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import full_shape, is_sharded
 from hf_lowprec.optim.state.fp32_weights import fp32_estimates, is_cut, warn_of_weights_as_stored
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import explain_lost_rank
 
 _DONE, _FAILED = -1, -2

@@ -34,9 +34,9 @@ from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.gradient_release.collector import collector_of
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.fp32_weights import keep_low_bits, reset_low_bits_of_other_weights
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation

@@ -20,8 +20,7 @@ from hf_lowprec.monitor.memory_estimate import (
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.state.fp32_weights import initial_values
-from hf_lowprec.optim.state.state_tensors import state_tensors
-from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX
+from hf_lowprec.optim.state.states import SCALE_SUFFIX, state_tensors
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, dtype_name
 
 

@@ -20,8 +20,8 @@ from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.rules import FAULTS
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.sharding import flat_part, is_sharded
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 if TYPE_CHECKING:

@@ -42,8 +42,8 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.state.fp32_weights import uses_low_bits
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 

@@ -20,7 +20,7 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.state.fp32_weights import add_to_weights
-from hf_lowprec.optim.state.states_in_8_bits import decoded_states
+from hf_lowprec.optim.state.states import value_in
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import State, sqrt_rn
@@ -146,6 +146,6 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
                 factor = (1 / group["betas"][0] - 1) * (1 if train else -1)  # y - x = (1/β1 - 1)·(z - y)
                 for param in group["params"]:
                     if state := self.state.get(param):
-                        change = local_shard(decoded_states(state)["z_minus_y"])
+                        change = local_shard(value_in(state, "z_minus_y"))
                         add_to_weights(param, state, change, factor)
                 group["train_mode"] = train

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -211,11 +210,7 @@ class Bucket:
         staged = slot.tensors(layouts, copies)
         self._clip_factor = copies.host_memory(4).view(torch.float32).view(())
         self._weights, self._staged_grads = staged[: len(entries)], staged[len(entries) :]
-        # A copy of the dict, since the group on the device counts the steps in it.
-        on_host = [
-            replace(entry, weight=weight, optimizer_state=dict(entry.optimizer_state))
-            for entry, weight in zip(entries, self._weights, strict=True)
-        ]
+        on_host = [entry.with_weight(weight) for entry, weight in zip(entries, self._weights, strict=True)]
         self._on_host = FusedGroup(spec, torch.device("cpu"), group.sharding, on_host, scalars_on_device=False)
         self._step = build(self._on_host)
 

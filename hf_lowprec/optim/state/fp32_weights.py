@@ -4,7 +4,8 @@ They start as the low bits that a cast rounded off (`rounding/low_bits.py`), els
 from the first step on, in proportion to the update. From zero, no weight moves before its updates add up to half a
 spacing, as FP32 master weights that start from a BF16 checkpoint do.
 
-`fp32_state_dict` reads weight + low bits. `keep_low_bits` hands them to the next optimizer.
+`convert_states` takes them from one rounding mode to another. `fp32_state_dict` reads weight + low bits.
+`keep_low_bits` hands them to the next optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.param_groups import params_of, unwrap_optimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
-from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, local_shard, part_of
-from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, fp32_value, mode_name, round_nearest
+from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, global_places, local_shard, part_of
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, fp32_value, mode_name, round_nearest, round_stochastic
 from hf_lowprec.rounding.attached_low_bits import (
     LOADED,
     attach_low_bits,
@@ -33,7 +34,8 @@ from hf_lowprec.rounding.attached_low_bits import (
     replaced,
 )
 from hf_lowprec.rounding.low_bits import chunk_size, stored_pair
-from hf_lowprec.rounding.modes import LOW_BITS_STATES
+from hf_lowprec.rounding.modes import AUXILIARY_STATES, LOW_BITS_STATES
+from hf_lowprec.rounding.random_bits import random_bits
 
 
 def uses_low_bits(settings: Mapping[str, Any]) -> bool:
@@ -79,7 +81,7 @@ def reset_low_bits_of_other_weights(optimizer: Algorithm) -> int:
         The number of parameters whose compensation or remainder was not zero.
     """
     count = 0
-    for param in replaced(_params_of(optimizer)) if LOADED else ():
+    for param in replaced(params_of(optimizer)) if LOADED else ():
         if (state := low_bits_state(optimizer.state.get(param, {}))) is not None:
             count += bool(local_shard(state).any())
             state.zero_()
@@ -104,33 +106,22 @@ def low_bits_state(optimizer_state: Mapping[str, Any]) -> Tensor | None:
     return next((optimizer_state[name] for name in LOW_BITS_STATES if name in optimizer_state), None)
 
 
-def _params_of(optimizer: Any) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def store_sums(param: Tensor, low_bits: Tensor, held: Tensor) -> None:
+def store_sums(
+    param: Tensor,
+    low_bits: Tensor | None,
+    held: Tensor,
+    rounded: Callable[[Tensor, slice], Tensor] | None = None,
+) -> None:
     """Store what a parameter and `held` hold together in the parameter and `low_bits`.
 
     Args:
         param: the 16-bit parameter.
-        low_bits: BF16 for a compensation, int16 for a remainder; contiguous, sharded as `param` is.
+        low_bits: see `_store_values`, as for `rounded`.
         held: low bits of any form for `param`; a DTensor or this rank's shard.
+        rounded: see there.
     """
     flat = local_shard(held).contiguous().view(-1)
-    _store_values(param, low_bits, lambda weight, part: fp32_value(weight, flat[part].to(weight.device)))
-
-
-@without_grad
-def _store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slice], Tensor]) -> None:
-    """Store the FP32 `values(weight, part)` in a parameter and its compensation or remainder; see `change_weights`."""
-    target = local_shard(low_bits).view(-1)
-
-    def change(weight: Tensor, part: slice) -> Tensor:
-        changed, target[part] = stored_pair(values(weight, part), weight.dtype, target.dtype)
-        return changed
-
-    change_weights(param, change)
+    _store_values(param, low_bits, lambda weight, part: fp32_value(weight, flat[part].to(weight.device)), rounded)
 
 
 def add_to_weights(param: Tensor, optimizer_state: Mapping[str, Any], change: Tensor, factor: float) -> None:
@@ -149,28 +140,38 @@ def add_to_weights(param: Tensor, optimizer_state: Mapping[str, Any], change: Te
         value = weight.float() if low_bits is None else fp32_value(weight, low_bits[part].to(weight.device))
         return value + flat[part].to(weight.device, torch.float32) * factor
 
-    if held is not None:
-        _store_values(param, held, exact)
-    else:
-        change_weights(param, lambda w, part: round_nearest(exact(w, part), w.dtype).to(w.dtype))
+    _store_values(param, held, exact)
 
 
 @without_grad
-def change_weights(param: Tensor, change: Callable[[Tensor, slice], Tensor]) -> None:
-    """Give a parameter new values, part by part. It is written to only where that changes it.
+def _store_values(
+    param: Tensor,
+    low_bits: Tensor | None,
+    values: Callable[[Tensor, slice], Tensor],
+    rounded: Callable[[Tensor, slice], Tensor] | None = None,
+) -> None:
+    """Store FP32 values in a parameter, part by part. It is written to only where that changes it.
 
     Args:
         param: the parameter.
-        change: `(weight, part) -> new weight` of some elements: their weights, and where they are in this rank's
+        low_bits: BF16 for a compensation, int16 for a remainder; contiguous, sharded as `param` is. None if it has
+            neither.
+        values: `(weight, part) -> FP32 values` of some elements: their weights, and where they are in this rank's
             flattened shard.
+        rounded: `(value, part) -> weight`, where there are no `low_bits`; to nearest by default.
     """
     shard = local_shard(param)
     flat = shard.contiguous().view(-1)
+    target = None if low_bits is None else local_shard(low_bits).view(-1)
     moved: list[tuple[slice, Tensor]] = []
     size = chunk_size(param.device)
     for first in range(0, len(flat), size):
         part = slice(first, min(first + size, len(flat)))
-        weight = change(flat[part], part)
+        value = values(flat[part], part)
+        if target is not None:
+            weight, target[part] = stored_pair(value, flat.dtype, target.dtype)
+        else:
+            weight = (rounded(value, part) if rounded else round_nearest(value, flat.dtype)).to(flat.dtype)
         if not torch.equal(weight, flat[part]):
             moved.append((part, weight))
     for part, weight in moved:  # after all values, so that running out of memory leaves the weights unchanged
@@ -178,6 +179,50 @@ def change_weights(param: Tensor, change: Callable[[Tensor, slice], Tensor]) -> 
     if moved and flat.data_ptr() != shard.data_ptr():
         shard.copy_(flat.view(shard.shape))
 
+
+# Another rounding mode: low bits are a part of the weight, and so are not lost when its group is given one.
+
+CHANGE_STEP, CHANGE_ROLE = 0, 1
+"""Step and role of the random bits of `convert_states`. Steps count from 1, so no step draws them."""
+
+
+def states_of_other_modes(group: Mapping[str, Any], optimizer_state: Mapping[str, Any]) -> set[str]:
+    """Names of the states that a 16-bit parameter has from a rounding mode that its group had before."""
+    own = {state.name for state in MODES[group["rounding"]].auxiliary}
+    return (AUXILIARY_STATES.keys() - own) & optimizer_state.keys()
+
+
+def convert_states(optimizer_state: dict[str, Any], param: Tensor, group: Mapping[str, Any], number: int) -> None:
+    """Store the value of a parameter that has been trained in another mode in the mode of `group`.
+
+    Under Kahan summation, the value is `weight + compensation`; of split weights it is the master. It is rounded once,
+    or stored as a new pair. That happens before the next step after a group was given another mode, or a checkpoint of
+    another mode was loaded, since weights may be loaded after the optimizer.
+
+    Args:
+        optimizer_state: its entry in `optimizer.state`, with the states of the new mode.
+        param: BF16 or FP16 parameter, which may be a DTensor; this rank's elements are changed in place.
+        group: its parameter group, which has the new mode.
+        number: its number in the random stream.
+    """
+    mode, formers = MODES[group["rounding"]], states_of_other_modes(group, optimizer_state)
+
+    def rounded(value: Tensor, part: slice) -> Tensor:
+        if not mode.random:
+            return round_nearest(value, param.dtype)
+        index = global_places(param, torch.arange(part.start, part.stop, device=value.device))
+        bits = random_bits(seed=group["seed"], step=CHANGE_STEP, parameter=number, role=CHANGE_ROLE, index=index)
+        return round_stochastic(value, bits)
+
+    new = next((optimizer_state[state.name] for state in mode.auxiliary), None)
+    # There are two if a step failed between creating one and filling it.
+    former = max(formers, key=lambda name: bool(local_shard(optimizer_state[name]).any()))
+    store_sums(param, new, optimizer_state[former], rounded)
+    for name in formers:
+        del optimizer_state[name]
+
+
+# Estimates of the FP32 weights.
 
 _NAMED = 3
 """The number of parameters that the warning names."""
@@ -221,10 +266,10 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         TypeError: `optimizer` is not an optimizer.
         ValueError: it holds none of the model's parameters.
     """
-    optimizer = unwrap_given_optimizer(optimizer)
+    optimizer = _unwrapped(optimizer)
     if is_cut(optimizer):
         return _estimates_of_parts(model, optimizer)
-    own = set(map(id, _params_of(optimizer)))
+    own = set(map(id, params_of(optimizer)))
     if not any(id(param) in own for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
     return fp32_estimator(optimizer)
@@ -232,7 +277,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
 
 def is_cut(optimizer: Any) -> bool:
     """Return whether the parameters of `optimizer` are parts of the model's, as under DeepSpeed's ZeRO."""
-    return any(flat_part(param) is not None for param in _params_of(optimizer))
+    return any(flat_part(param) is not None for param in params_of(optimizer))
 
 
 def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
@@ -242,7 +287,7 @@ def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], 
     """
     estimate = fp32_estimator(optimizer)
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    for param in _params_of(optimizer):
+    for param in params_of(optimizer):
         parts[part_of(param).name].append(param)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, list(parts))
@@ -266,7 +311,7 @@ def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], 
 
 def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
     """Return a function that computes the best FP32 estimate of a tensor, which `optimizer` may be training."""
-    own = set(map(id, _params_of(optimizer)))
+    own = set(map(id, params_of(optimizer)))
 
     @without_grad
     def estimate(tensor: Tensor) -> Tensor:
@@ -310,6 +355,18 @@ def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
         )
 
 
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside wrappers.
+
+    Raises:
+        TypeError: it is no optimizer.
+    """
+    unwrapped = unwrap_optimizer(optimizer)
+    if not isinstance(unwrapped, torch.optim.Optimizer):
+        raise TypeError(f"`optimizer` is a {type(optimizer).__name__}, not an optimizer")
+    return unwrapped
+
+
 @without_grad
 def keep_low_bits(optimizer: Any) -> None:
     """Keep the compensations or remainders of `optimizer` with its parameters, for the next optimizer.
@@ -327,10 +384,10 @@ def keep_low_bits(optimizer: Any) -> None:
     Raises:
         TypeError: it is not an hf_lowprec optimizer.
     """
-    optimizer = unwrap_given_optimizer(optimizer)
+    optimizer = _unwrapped(optimizer)
     if not all("rounding" in group for group in optimizer.param_groups):
         raise TypeError(f"{type(optimizer).__name__} has no low bits to keep; pass an hf_lowprec optimizer")
-    for param in _params_of(optimizer):
+    for param in params_of(optimizer):
         state = low_bits_state(optimizer.state.get(param, {}))
         if state is not None and param.dtype in LOW_PRECISION_DTYPES:
             attach_low_bits(param, local_shard(state))

@@ -1,13 +1,13 @@
 """Loading of optimizer state dicts.
 
-`prepare_for_loading` checks a state dict completely before anything is changed, and fills in what it lacks. Then
-torch's loader copies it into the optimizer, and what that loader has changed or left out is restored.
+A state dict is checked completely before anything is changed, and gets what it lacks. Then torch's loader copies it
+into the optimizer, and what that loader has changed or left out is restored.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +15,19 @@ from torch import Tensor
 
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.state.fp32_weights import low_bits_state
-from hf_lowprec.optim.state.imported_states import START_AGAIN, ForeignFormat, conversion_note, format_of
-from hf_lowprec.optim.state.state_dict_format import (
+from hf_lowprec.optim.state.saved_formats import (
     ADDED_KEYS,
     HEADER,
     LOW_BITS,
     SKIPPED_STEPS,
+    START_AGAIN,
+    ForeignFormat,
     algorithm_name,
+    foreign_format,
     from_saved_form,
     numbered_parameters,
 )
-from hf_lowprec.optim.state.state_tensors import (
+from hf_lowprec.optim.state.states import (
     StateTensor,
     copy_apart,
     in_own_dtypes,
@@ -51,7 +53,70 @@ _WRITTEN_BY_TORCH = {
 """Keys that torch and its schedulers leave in param groups."""
 
 
-def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def check_and_load(
+    optimizer: Algorithm, state_dict: dict[str, Any], load_by_torch: Callable[[dict[str, Any]], None]
+) -> list[str]:
+    """Load a state dict into `optimizer`.
+
+    Args:
+        optimizer: the optimizer.
+        state_dict: the state dict, of any format.
+        load_by_torch: `torch.optim.Optimizer.load_state_dict` of this optimizer.
+
+    Returns:
+        What the user should know about it, see `_prepare`.
+
+    Raises:
+        ValueError: the state dict does not fit. The optimizer is left unchanged.
+    """
+    loadable: dict[str, Any] = {}
+    notes: list[str] = []
+
+    def prepare(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+        prepared, found = _prepare(optimizer, incoming)
+        loadable.update(prepared)
+        notes.extend(found)
+        # torch would move states to their parameters' device, which may have no room for them.
+        return {**prepared, "state": {}} if optimizer.offload_states else prepared
+
+    # Registered last, this hook sees what torch will load.
+    handle = optimizer.register_load_state_dict_pre_hook(prepare)
+    try:
+        load_by_torch(state_dict)
+    finally:
+        handle.remove()
+    for param, number in numbered_parameters(optimizer, loadable):
+        _restore(optimizer, param, number, loadable)
+    optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
+    return notes
+
+
+def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str, Any]) -> None:
+    """Restore what torch's loader has changed or left out of the state of `param`.
+
+    It casts states to the parameter's dtype. Step counts become int64 tensors. Compensations and remainders are parts
+    of the weights, and copied as `model.load_state_dict` copies those: torch shares states with the state dict, and so
+    with the optimizer that it came from. Low bits that the cast of the model has kept are dropped where the loaded
+    states hold them.
+    """
+    saved = loaded["state"].get(number, {})
+    device = optimizer.state_device(param)
+    if optimizer.offload_states and saved:
+        optimizer.state[param] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
+    for name, value in saved.items():
+        if name == "step":
+            optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
+        elif name in AUXILIARY_STATES or optimizer.state[param][name].dtype != value.dtype:
+            moved = value.to(device=device, memory_format=torch.contiguous_format)
+            is_shared = moved is value and name in AUXILIARY_STATES
+            optimizer.state[param][name] = copy_apart(value) if is_shared else moved
+    if number in loaded.get(LOW_BITS, {}):
+        restore_saved_low_bits(param, loaded[LOW_BITS][number])
+    elif low_bits_state(saved) is not None:
+        remove_low_bits(param)
+
+
+def _prepare(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
 
     State of other libraries is converted, missing keys get their defaults, the rounding modes are those of `optimizer`,
@@ -70,7 +135,7 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tup
     name = algorithm_name(optimizer)
     state_dict = from_saved_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-    formats = [_format(name, saved, f"param group {k}") for k, saved in enumerate(saved_groups)]
+    formats = [foreign_format(name, saved, f"param group {k}") for k, saved in enumerate(saved_groups)]
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, but this {name} has {len(groups)}")
     prepared_groups: list[ParamGroup] = []
@@ -93,7 +158,7 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tup
                     state, changes = in_own_dtypes(optimizer, prepared, param, state)
                     dtype_changes |= dict.fromkeys(changes)
                 states[number] = state
-    notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
+    notes = _notes(optimizer, formats, prepared_groups)
     if dtype_changes:
         notes.append(
             f"saved states were converted to the state_dtype that this {name} was given, rounded to nearest: "
@@ -104,8 +169,6 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tup
             f"steps of this {name} round 16-bit states and compensations stochastically, as its states in 8 bits "
             "require, in place of the saved state_rounding='nearest'"
         )
-    if not any(formats):
-        notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
     return {**state_dict, "state": states, "param_groups": own_modes}, notes
 
@@ -163,62 +226,18 @@ def _check_containers(state_dict: Mapping[str, Any]) -> None:
             raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
 
 
-def _format(name: str, saved: ParamGroup, where: str) -> ForeignFormat | None:
-    """The format of another library that the saved group has; None if the algorithm `name` here saved it.
-
-    Raises:
-        ValueError: neither is the case.
-    """
-    if HEADER not in saved:
-        found = format_of(saved)
-        if found is None:
-            raise ValueError(
-                f"{where} of the state dict was saved neither by this version's hf_lowprec.{name} nor by an optimizer "
-                f"whose state can be converted. Resume it with the optimizer that saved it, or {START_AGAIN}"
-            )
-        return found
-    if (writer := saved[HEADER].get("optimizer")) != name:
-        raise ValueError(
-            f"the state of {writer} cannot be loaded into {name}: resume with {writer}, or start a new {name} from "
-            "the checkpoint's weights alone (from_pretrained with its folder, without resume_from_checkpoint)"
-        )
-    return None
-
-
 def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
     """Check that the group `saved` fits `group` of `optimizer`, and return it with defaults filled in.
 
     Raises:
         ValueError: it does not fit.
     """
-    name = algorithm_name(optimizer)
+    name, arguments = algorithm_name(optimizer), group_keys(optimizer)
     if len(group["params"]) != len(saved["params"]):
         raise ValueError(
             f"{where} of the state dict has {len(saved['params'])} parameters, but this {name}'s has "
             f"{len(group['params'])}"
         )
-    saved = _with_defaults(optimizer, group, saved, where)
-    if group["state_dtype"] is not None:
-        saved["state_dtype"] = group["state_dtype"]
-        if requests_8_bits(group):
-            saved["state_rounding"] = group["state_rounding"]  # "nearest" would exclude them
-    check_group(optimizer, saved, f"{where} of the state dict")
-    for flag in optimizer.flags:
-        if bool(saved[flag]) != bool(group[flag]):
-            raise ValueError(
-                f"{where} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
-                "there; give the optimizer the same groups in the same order"
-            )
-    return saved
-
-
-def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
-    """The group `saved` without its header, and with the defaults of missing keys.
-
-    Raises:
-        ValueError: a key without a default is missing, or a key is unknown.
-    """
-    name, arguments = algorithm_name(optimizer), group_keys(optimizer)
     saved = {key: value for key, value in saved.items() if key != HEADER}
     defaults = {key: value for key, value in keywords(type(optimizer)).items() if key not in _REQUIRED}
     missing = sorted(arguments - saved.keys() - {*ADDED_KEYS})
@@ -233,49 +252,64 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
             "optimizer's group: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
             "there yourself, put it in the group as well"
         )
-    return {**{key: defaults[key] for key in missing}, **saved}
+    saved = {**{key: defaults[key] for key in missing}, **saved}
+    if group["state_dtype"] is not None:
+        saved["state_dtype"] = group["state_dtype"]
+        if requests_8_bits(group):
+            saved["state_rounding"] = group["state_rounding"]  # "nearest" would exclude them
+    check_group(optimizer, saved, f"{where} of the state dict")
+    for flag in optimizer.flags:
+        if bool(saved[flag]) != bool(group[flag]):
+            raise ValueError(
+                f"{where} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
+                "there; give the optimizer the same groups in the same order"
+            )
+    return saved
 
 
-def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
-    """The warning that training continues in other rounding modes than those of `saved_groups`, if it does.
+def _notes(
+    optimizer: Algorithm, formats: Sequence[ForeignFormat | None], saved_groups: Sequence[ParamGroup]
+) -> list[str]:
+    """What the user should know of the saved groups, which have been prepared.
 
-    The optimizer's own modes are kept, since the user has chosen them, possibly to change the mode. States are
-    converted before the next step, see `mode_change.py`.
+    State of other libraries, of which one warning each is enough. Options that are replaced, except for the learning
+    rate and what a scheduler cycles with it, since these differ in every resumed run, `ADDED_KEYS`, which users seldom
+    choose, and a `state_dtype` that was given, which is kept. Rounding modes that are not those of the groups: the
+    optimizer's own are kept, since the user has chosen them, possibly to change the mode.
     """
-    modes = [
-        (saved["rounding"], own["rounding"]) for own, saved in zip(optimizer.param_groups, saved_groups, strict=True)
-    ]
-    changes = dict.fromkeys(f"{old!r} to {new!r}" for old, new in modes if old != new)
-    if not changes:
-        return []
-    return [
-        f"the rounding mode changes from {' and from '.join(changes)}, as this {algorithm_name(optimizer)} was built: "
-        "before the next step, compensations and remainders are converted, or rounded into the weights for modes that "
-        "have neither"
-    ]
-
-
-def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
-    """The warning that options of `optimizer` are replaced by those of `saved_groups`, if any of them differ.
-
-    Excluded are the learning rate and what a scheduler cycles with it, since these differ in every resumed run,
-    `ADDED_KEYS`, which users seldom choose, and the rounding mode, which is kept, as is a `state_dtype` that was given.
-    """
-    changed: dict[str, None] = {}
+    name = algorithm_name(optimizer)
+    libraries = dict.fromkeys(foreign.library for foreign in formats if foreign is not None)
+    options: dict[str, None] = {}
+    modes: dict[str, None] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        exempt = {"lr", "rounding", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
-        for key in sorted(group_keys(optimizer) - exempt):
-            if _comparable(saved[key]) != _comparable(group[key]):
-                changed[f"{key}={_comparable(saved[key])!r} (was {_comparable(group[key])!r})"] = None
-    if not changed:
-        return []
-    note = (
-        f"the state dict that was loaded replaces options of this {algorithm_name(optimizer)}: {', '.join(changed)}; "
-        "to train with other values, set them in optimizer.param_groups after loading"
-    )
-    if any(option.startswith("state_dtype=") for option in changed):
-        note += ". Saved states keep their dtypes even then; to convert them, set state_dtype before loading"
-    return [note]
+        cycled = {"betas", "momentum"} if "max_momentum" in saved | group else set()
+        for key in sorted(group_keys(optimizer) - {"lr", *ADDED_KEYS} - cycled):
+            old, new = _comparable(saved[key]), _comparable(group[key])
+            if old == new:
+                continue
+            if key == "rounding":
+                modes[f"{old!r} to {new!r}"] = None
+            else:
+                options[f"{key}={old!r} (was {new!r})"] = None
+    notes = [
+        f"the state of {library} was converted for {name}: hyperparameters are those of the state dict, states are "
+        "rounded to this optimizer's state_dtype"
+        for library in libraries
+    ]
+    if options:
+        of_dtypes = any(option.startswith("state_dtype=") for option in options)
+        notes.append(
+            f"the state dict that was loaded replaces options of this {name}: {', '.join(options)}; to train with "
+            "other values, set them in optimizer.param_groups after loading"
+            + ". Saved states keep their dtypes even then; to convert them, set state_dtype before loading"
+            * of_dtypes
+        )
+    if modes and not libraries:
+        notes.append(
+            f"the rounding mode changes from {' and from '.join(modes)}, as this {name} was built: before the next "
+            "step, compensations and remainders are converted, or rounded into the weights for modes that have neither"
+        )
+    return notes
 
 
 def _comparable(value: Any) -> Any:
@@ -305,8 +339,11 @@ def _check_state(
             f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}. It was in 16 bits when it was "
             f"saved: cast the model as then, with the same keep_fp32, or {START_AGAIN}"
         )
-    # A group may have been given another rounding mode between two steps.
-    possible = expected | _states_of_any_option(optimizer, saved_group) | AUXILIARY_STATES.keys()
+    # A group may have been given another rounding mode between two steps, or another option, whose states stay.
+    options = group_keys(optimizer) - {*optimizer.flags}
+    options = {key for key in options if isinstance(saved_group.get(key), int | float | None)}
+    switched_on = {**saved_group, **{key: saved_group.get(key) or True for key in options}}
+    possible = expected | {state.name for state in optimizer.states(switched_on)} | AUXILIARY_STATES.keys()
     if unknown := sorted(map(repr, state.keys() - possible - optimizer.state.get(param, {}).keys())):
         raise ValueError(
             f"{where} of the state dict has {', '.join(unknown)}, unknown to {algorithm_name(optimizer)} and to this "
@@ -341,75 +378,3 @@ def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: s
     if saved.dtype not in valid:
         names = " or ".join(map(dtype_name, valid))
         raise ValueError(f"{name} of {where} has dtype {saved.dtype}; it must be {names}")
-
-
-def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
-    """Names of the states that a parameter of `group` has with all options on; states of disabled options may stay."""
-    keys = group_keys(optimizer) - {*optimizer.flags}
-    options = (key for key in keys if isinstance(group.get(key), int | float | None))
-    switched_on = {key: group.get(key) or True for key in options}
-    return {state.name for state in optimizer.states({**group, **switched_on})}
-
-
-def check_and_load(
-    optimizer: Algorithm, state_dict: dict[str, Any], load_by_torch: Callable[[dict[str, Any]], None]
-) -> list[str]:
-    """Load a state dict into `optimizer`.
-
-    Args:
-        optimizer: the optimizer.
-        state_dict: the state dict, of any format.
-        load_by_torch: `torch.optim.Optimizer.load_state_dict` of this optimizer.
-
-    Returns:
-        What the user should know about it, as `prepare_for_loading` says.
-
-    Raises:
-        ValueError: the state dict does not fit. The optimizer is left unchanged.
-    """
-    loadable: dict[str, Any] = {}
-    notes: list[str] = []
-
-    def prepare(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-        prepared, found = prepare_for_loading(optimizer, incoming)
-        loadable.update(prepared)
-        notes.extend(found)
-        # torch would move states to their parameters' device, which may have no room for them.
-        return {**prepared, "state": {}} if optimizer.offload_states else prepared
-
-    # Registered last, this hook sees what torch will load.
-    handle = optimizer.register_load_state_dict_pre_hook(prepare)
-    try:
-        load_by_torch(state_dict)
-    finally:
-        handle.remove()
-    for param, number in numbered_parameters(optimizer, loadable):
-        _restore(optimizer, param, number, loadable)
-    optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
-    return notes
-
-
-def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str, Any]) -> None:
-    """Restore what torch's loader has changed or left out of the state of `param`.
-
-    It casts states to the parameter's dtype. Step counts become int64 tensors. Compensations and remainders are parts
-    of the weights, and copied as `model.load_state_dict` copies those: torch shares states with the state dict, and so
-    with the optimizer that it came from. Low bits that the cast of the model has kept are dropped where the loaded
-    states hold them.
-    """
-    saved = loaded["state"].get(number, {})
-    device = optimizer.state_device(param)
-    if optimizer.offload_states and saved:
-        optimizer.state[param] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
-    for name, value in saved.items():
-        if name == "step":
-            optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
-        elif name in AUXILIARY_STATES:
-            moved = value.to(device=device, memory_format=torch.contiguous_format)
-            optimizer.state[param][name] = copy_apart(value) if moved is value else moved
-        elif optimizer.state[param][name].dtype != value.dtype:
-            optimizer.state[param][name] = value.to(device=device, memory_format=torch.contiguous_format)
-    if number in loaded.get(LOW_BITS, {}):
-        restore_saved_low_bits(param, loaded[LOW_BITS][number])
-    elif low_bits_state(saved) is not None:
-        remove_low_bits(param)

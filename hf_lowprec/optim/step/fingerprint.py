@@ -12,26 +12,19 @@ import operator
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.state_tensors import new_state_dtype
-from hf_lowprec.optim.state.states_in_8_bits import dtype_in
+from hf_lowprec.optim.state.states import dtype_in, new_state_dtype
 from hf_lowprec.rounding import dtype_name
 
 _LAYOUT = operator.attrgetter("dtype", "shape")
-
-
-class GradientParts(NamedTuple):
-    """This rank's parts of some gradients, and the addresses of their memory."""
-
-    parts: list[Tensor]
-    addresses: list[int]
 
 
 class Fingerprint:
@@ -44,7 +37,7 @@ class Fingerprint:
         clipped: whether gradients are clipped.
         param_ids: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
         stepped: the parameters that the plan steps.
-        states: their states.
+        states: their states, in any order.
     """
 
     def __init__(
@@ -58,32 +51,28 @@ class Fingerprint:
         self._gradient_of = optimizer.gradient_of
         self._param_ids = param_ids
         self._settings = _settings(optimizer, clipped)
-        self._groups = list(optimizer.param_groups)
-        self._params = params_of(optimizer)
+        self._groups_and_params = _groups_and_params(optimizer)
         self._stepped = list(stepped)
         self._without_grad = [p for p in params_of(optimizer, param_ids) if self._gradient_of(p) is None]
         self._optimizer_states = self._current_states(optimizer)
         self._dictionaries = [state for state in self._optimizer_states if isinstance(state, dict)]
-        self._state_values = list(chain.from_iterable(map(dict.values, self._dictionaries)))
+        self._state_values = self._current_state_values()
 
         grads = list(map(self._gradient_of, stepped))
         self._sharded = any(map(is_sharded, [*stepped, *states, *grads]))
         self._state_parts = local_tensors(states)
         self._grad_types = list(map(type, grads))
         self._grad_specs = dtensor_specs(grads) if self._sharded else []
-        self._grad_placements = list(map(_placement, grads))
         self._grad_layouts = list(map(_LAYOUT, self._parts(grads)))
-        self._param_layouts = list(map(_LAYOUT, stepped))
-        self._contiguous = list(map(Tensor.is_contiguous, stepped))
-        self._addresses = self._current_addresses()
+        self._memory = self._current_memory()
 
     def gradients(
         self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None, norm_only: bool = False
-    ) -> GradientParts | None:
-        """The gradients of the stepped parameters, in their order, if nothing has changed, else None.
+    ) -> tuple[list[Tensor], list[int]] | None:
+        """This rank's parts of the gradients of the stepped parameters, in their order, and their addresses.
 
-        These may have changed: parameter groups, parameters, which of them have gradients; types, dtypes, shapes and
-        placements of gradients; settings that shape the arithmetic; and, unless `norm_only`, dtypes, shapes and
+        None if something has changed: parameter groups, parameters, which of them have gradients; types, dtypes, shapes
+        and placements of gradients; settings that shape the arithmetic; and, unless `norm_only`, dtypes, shapes and
         contiguity of parameters; states that were replaced; addresses of parameters and states.
 
         Args:
@@ -92,62 +81,20 @@ class Fingerprint:
             param_ids: see there.
             norm_only: whether only the norm of the gradients is computed, for which weights and states do not matter.
         """
-        if self._param_ids != param_ids or self._settings != _settings(optimizer, clipped):
+        if (
+            self._param_ids != param_ids
+            or self._settings != _settings(optimizer, clipped)
+            or not _are_same(_groups_and_params(optimizer), self._groups_and_params)
+        ):
             return None
-        if not (
-            _are_same(optimizer.param_groups, self._groups)
-            and _are_same(params_of(optimizer), self._params)
-            and (norm_only or self._has_same_states(optimizer))
+        if not norm_only and not (
+            _are_same(self._current_states(optimizer), self._optimizer_states)
+            and _are_same(self._current_state_values(), self._state_values)
         ):
             return None
         with without_torch_function():
             gradients = self._gradients_if_unchanged()
-            return gradients if norm_only or self._weights_and_states_are_unchanged() else None
-
-    def _has_same_states(self, optimizer: Algorithm) -> bool:
-        """Return whether the states are the same objects."""
-        return _are_same(self._current_states(optimizer), self._optimizer_states) and _are_same(
-            list(chain.from_iterable(map(dict.values, self._dictionaries))), self._state_values
-        )
-
-    def _weights_and_states_are_unchanged(self) -> bool:
-        """Return whether parameters have their layout, and parameters and states their memory."""
-        return (
-            list(map(_LAYOUT, self._stepped)) == self._param_layouts
-            and list(map(Tensor.is_contiguous, self._stepped)) == self._contiguous
-            and self._current_addresses() == self._addresses
-        )
-
-    def _current_addresses(self) -> list[int]:
-        """The addresses of parameters and states.
-
-        FSDP2 gives its parameters other local tensors when a model is moved. A state keeps the one that it has.
-        """
-        return list(map(Tensor.data_ptr, chain(self._parts(self._stepped), self._state_parts)))
-
-    def _gradients_if_unchanged(self) -> GradientParts | None:
-        """The gradients, if they are of the same kinds."""
-        grads = list(map(self._gradient_of, self._stepped))
-        if list(map(type, grads)) != self._grad_types or any(
-            map(operator.is_not, map(self._gradient_of, self._without_grad), repeat(None))
-        ):
-            return None
-        if self._sharded and not self._are_placed_alike(grads):
-            return None
-        parts = self._parts(grads)
-        if list(map(_LAYOUT, parts)) != self._grad_layouts:
-            return None
-        try:
-            return GradientParts(parts, list(map(Tensor.data_ptr, parts)))
-        except RuntimeError:  # sparse gradients have no address
-            return None
-
-    def _are_placed_alike(self, grads: Sequence[Tensor]) -> bool:
-        same_specs = _are_same(dtensor_specs(grads), self._grad_specs)
-        return same_specs or list(map(_placement, grads)) == self._grad_placements
-
-    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        return local_tensors(tensors) if self._sharded else tensors
+            return gradients if norm_only or self._current_memory() == self._memory else None
 
     def _current_states(self, optimizer: Algorithm) -> list[Any]:
         """The dictionaries in `optimizer.state`; with `param_ids`, those of the stepped parameters."""
@@ -155,21 +102,47 @@ class Fingerprint:
             return list(optimizer.state.values())
         return list(map(optimizer.state.get, self._stepped))
 
+    def _current_state_values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dictionaries)))
 
-def params_of(optimizer: Algorithm, param_ids: Set[int] | None = None) -> list[Tensor]:
-    """The parameters of the optimizer, in its order; with `param_ids`, those with these identities."""
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    return params if param_ids is None else [param for param in params if id(param) in param_ids]
+    def _current_memory(self) -> tuple[list[Any], ...]:
+        """The layouts of parameters, and the addresses of parameters and states.
+
+        FSDP2 gives its parameters other local tensors when a model is moved. A state keeps the one that it has.
+        """
+        return (
+            list(map(_LAYOUT, self._stepped)),
+            list(map(Tensor.is_contiguous, self._stepped)),
+            list(map(Tensor.data_ptr, chain(self._parts(self._stepped), self._state_parts))),
+        )
+
+    def _gradients_if_unchanged(self) -> tuple[list[Tensor], list[int]] | None:
+        grads = list(map(self._gradient_of, self._stepped))
+        if list(map(type, grads)) != self._grad_types or any(
+            map(operator.is_not, map(self._gradient_of, self._without_grad), repeat(None))
+        ):
+            return None
+        if self._sharded and dtensor_specs(grads) != self._grad_specs:
+            return None
+        parts = self._parts(grads)
+        if list(map(_LAYOUT, parts)) != self._grad_layouts:
+            return None
+        try:
+            return parts, list(map(Tensor.data_ptr, parts))
+        except RuntimeError:  # sparse gradients have no address
+            return None
+
+    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        return local_tensors(tensors) if self._sharded else tensors
+
+
+def _groups_and_params(optimizer: Algorithm) -> list[Any]:
+    return [*optimizer.param_groups, *params_of(optimizer)]
 
 
 def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two sequences hold the same objects."""
     return len(objects) == len(others) and all(map(operator.is_, objects, others))
-
-
-def _placement(grad: Tensor) -> Any:
-    """The placements and the full shape of a gradient; None if it is a plain tensor."""
-    return (grad.placements, grad.shape) if is_sharded(grad) else None  # type: ignore[attr-defined]
 
 
 def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:

@@ -1,46 +1,102 @@
-"""One parameter of a fused group: its tensors, and where the optimizer keeps them."""
+"""One parameter of a step: its tensors in plain memory, and where the optimizer keeps them.
+
+Kernels read and write by address. *Plain memory* has a tensor's elements one after the other, as the numbers that they
+are. Other tensors are copied: those that are not contiguous; those that PyTorch marks instead of computing them
+(`is_neg()`: memory has the other sign; zeros without memory, which `torch.sgn` leaves as gradients); those that
+communication has yet to write; subclasses of Tensor that wrap others.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR
+from hf_lowprec.optim import validation
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.param_groups import number_of
+from hf_lowprec.optim.sharding import local_shard, when_written
+from hf_lowprec.optim.state.fp32_weights import start_with_low_bits, states_of_other_modes
+from hf_lowprec.optim.state.states import state_tensors, zeros_apart
+from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR, KernelSpec, StoredState
+from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bits
+
+_LOW = 1 << 36
+"""A tensor without memory has its offset as address, below this one. Others may lie there, too."""
 
 
-@dataclass
+class PlainCopy(NamedTuple):
+    """A parameter or state that is not in plain memory, and the copy that is stepped in its place."""
+
+    original: Tensor
+    copy: Tensor
+
+
 class ParamEntry:
-    """One parameter's tensors and settings, as a step needs them.
+    """One parameter's tensors and settings, as a step needs them. Building it creates missing states.
 
     Attributes:
+        group: its parameter group.
         number: the parameter's number in the random stream: its position in the optimizer, counted from the group's
             `first_parameter`.
-        group: its parameter group.
         optimizer_state: its entry in `optimizer.state`.
         param: the parameter as the user has it, which may be a DTensor.
-        weight: this rank's part of it, contiguous.
-        states: this rank's part of each state of the parameter's shape, contiguous, by name and in the order of the
-            spec.
+        weight: this rank's part of it.
+        stored: the layouts of its states.
+        states: this rank's part of each state of the parameter's shape, by name and in the order of the spec.
         means: this rank's part of the states that are means over rows or columns, flat, by name.
-        grad: this rank's part of the gradient, contiguous; None outside of a step, so that it is not kept alive.
+        plain_copies: of those of these tensors that are not in plain memory.
+        grad_dtype: the dtype of its gradient.
+        grad: this rank's part of the gradient; None outside of a step, so that it is not kept alive.
         orthogonalized: the BF16 matrix that the algorithm made of the momentum, of the shape of `weight`; None except
             from when it is computed until the entry is stepped, and for other algorithms.
         factors: the row and column factors, FP32 and flat; None except during a step, and for other algorithms.
+
+    Args:
+        optimizer: the optimizer.
+        group: see above.
+        position: the parameter's position in the group.
+        index: its position in the optimizer.
+        grad: its gradient.
+
+    Raises:
+        RuntimeError: the memory of a tensor was freed.
+        ValueError: shapes, devices or placements do not agree.
     """
 
-    number: int
-    group: ParamGroup
-    optimizer_state: dict[str, Any]
-    param: Tensor
-    weight: Tensor
-    states: dict[str, Tensor]
-    means: dict[str, Tensor] = field(default_factory=dict)
-    grad: Tensor | None = None
-    orthogonalized: Tensor | None = None
-    factors: tuple[Tensor, Tensor] | None = None
+    def __init__(self, optimizer: Algorithm, group: ParamGroup, position: int, index: int, grad: Tensor) -> None:
+        self.group, self._position, self._index = group, position, index
+        self.param: Tensor = group["params"][position]
+        self.number = number_of(self.param, index, group)
+        self.optimizer_state: dict[str, Any] = optimizer.state[self.param]
+        self.plain_copies: list[PlainCopy] = []
+        validation.check_compensation(index, self.param, self.optimizer_state)
+        self.weight = self._in_plain_memory("the parameter itself", self.param)
+        self.check_memory("its gradient", local_shard(grad))
+        self.stored = state_tensors(optimizer, group, self.param)
+        self._add_missing_states(optimizer)
+        self._check_layouts(optimizer, grad)
+        self.states: dict[str, Tensor] = {}
+        self.means: dict[str, Tensor] = {}
+        for tensor in self.stored:
+            part = self._in_plain_memory(f"its state {tensor.key!r}", self.optimizer_state[tensor.key])
+            if tensor.state.mean_over is None:
+                self.states[tensor.state.name] = part
+            else:
+                self.means[tensor.state.name] = part.view(-1)
+        self.grad_dtype = local_shard(grad).dtype
+        self.grad: Tensor | None = None
+        self.orthogonalized: Tensor | None = None
+        self.factors: tuple[Tensor, Tensor] | None = None
+
+    def with_weight(self, weight: Tensor) -> ParamEntry:
+        """A copy that steps `weight` in place of its own, and counts its own steps."""
+        entry = copy.copy(self)
+        entry.weight, entry.optimizer_state = weight, dict(self.optimizer_state)
+        return entry
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -49,3 +105,102 @@ class ParamEntry:
         inputs = {"grad": self.grad} | ({} if self.orthogonalized is None else {ORTHOGONALIZED: self.orthogonalized})
         factors = {} if self.factors is None else dict(zip((ROW_FACTOR, COLUMN_FACTOR), self.factors, strict=True))
         return {"param": self.weight, **inputs, **factors, **self.states}
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What its spec depends on. Parameters of one optimizer with equal ones have the same spec."""
+        states = ((tensor.state, tensor.dtype) for tensor in self.stored)
+        return id(self.group), self.param.dtype, self.grad_dtype, *states
+
+    def spec(self, optimizer: Algorithm, clipped: bool) -> KernelSpec:
+        """How `optimizer` steps it; `clipped` says whether gradients are."""
+        group = self.group
+        of_elements = [tensor for tensor in self.stored if tensor.state.mean_over is None]
+        return KernelSpec(
+            update=type(optimizer).update,
+            options=tuple(sorted(optimizer.options(group).items())),
+            scalars=tuple(optimizer.scalars(group, 0.0, 1)),
+            rounding=group["rounding"],
+            param_dtype=self.param.dtype,
+            grad_dtype=self.grad_dtype,
+            states=tuple(StoredState.of(state, dtype, group["state_rounding"]) for state, dtype, _ in of_elements),
+            maximize=bool(group["maximize"]),
+            clipped=clipped,
+            tensor_means=tuple(optimizer.tensor_means(group).items()),
+            orthogonalizes=optimizer.orthogonalizes(group),
+            factored=optimizer.factored if self.means else None,
+        )
+
+    def check_memory(self, what: str, part: Tensor) -> None:
+        """Raise RuntimeError if the memory of `part`, called `what` in the message, was freed."""
+        validation.check_memory(self.group, self._position, self._index, what, part)
+
+    def _in_plain_memory(self, what: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter or state; if it is not in plain memory, a copy that steps write back."""
+        part = local_shard(tensor)
+        self.check_memory(what, part)
+        stepped = in_plain_memory(part)
+        if stepped is not part:
+            self.plain_copies.append(PlainCopy(part, stepped))
+        return stepped
+
+    def _add_missing_states(self, optimizer: Algorithm) -> None:
+        """Create the states that are missing, with their initial values.
+
+        A compensation or remainder that takes the place of another one is left at zero, see `convert_states`.
+        """
+        missing: dict[str, Any] = {}
+        if "step" not in self.optimizer_state:
+            missing["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
+        for k, tensor in enumerate(self.stored):
+            if tensor.key not in self.optimizer_state:
+                device = optimizer.state_device(self.param)
+                missing[tensor.key] = zeros_apart(self.param, tensor, k, len(self.stored), device)
+                if tensor.state.holds_low_bits and not states_of_other_modes(self.group, self.optimizer_state):
+                    start_with_low_bits(missing[tensor.key], self.param)
+        # All at once and filled: if memory runs out before, the next step finds none and begins again.
+        self.optimizer_state.update(missing)
+        remove_low_bits(self.param)
+        low_bits_belong(self.param)
+
+    def _check_layouts(self, optimizer: Algorithm, grad: Tensor) -> None:
+        """Raise ValueError unless the gradient and states have their shapes, devices and placements."""
+        param, device = self.param, optimizer.state_device(self.param)
+        own = {tensor.key: (tensor.shape, tensor.state.mean_over) for tensor in self.stored}
+        former = states_of_other_modes(self.group, self.optimizer_state)
+        layouts = {name: own.get(name, (param.shape, None)) for name in (*sorted(former), *own)}
+        of_states = ((self.optimizer_state[name], *layout, device) for name, layout in layouts.items())
+        of_grad = grad, param.shape, None, optimizer.gradient_device(param)
+        for tensor, shape, mean_over, expected_device in (of_grad, *of_states):
+            if tensor.shape != shape or tensor.device != expected_device:
+                validation.raise_mismatch(self._index, param, grad, self.optimizer_state)
+            validation.check_placement(self._index, param, tensor, mean_over)
+
+
+def in_plain_memory(tensor: Tensor) -> Tensor:
+    """`tensor` if it is in plain memory; else a copy, after waiting for communication that writes it."""
+    tensor = when_written(tensor)
+    if tensor.is_contiguous() and not tensor.is_neg() and (Tensor.data_ptr(tensor) >= _LOW or _has_memory(tensor)):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def are_in_plain_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+    """Return whether all tensors, which have these addresses, are in plain memory. In C, if none has a low address."""
+    return (
+        all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and (min(addresses, default=_LOW) >= _LOW or all(map(_has_memory, tensors)))
+    )
+
+
+def may_be_freed(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+    """Return whether the memory of a tensor may have been freed; `validation.check_memory` makes sure."""
+    return min(addresses, default=_LOW) < _LOW and any(
+        address == tensor.storage_offset() * tensor.element_size() and tensor.numel() > 0
+        for tensor, address in zip(tensors, addresses, strict=True)
+    )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor._is_zerotensor()

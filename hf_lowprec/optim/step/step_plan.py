@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Set
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,22 +15,15 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
-from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.parameter_numbers import number_of
-from hf_lowprec.optim.plain_memory import are_in_plain_memory, in_plain_memory, may_be_freed
-from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of
-from hf_lowprec.optim.state.fp32_weights import start_with_low_bits
-from hf_lowprec.optim.state.mode_change import convert_states, states_of_other_modes
-from hf_lowprec.optim.state.state_tensors import StateTensor, state_tensors, zeros_apart
-from hf_lowprec.optim.state.states_in_8_bits import key_of
+from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.sharding import Sharding, sharding_of
+from hf_lowprec.optim.state.fp32_weights import convert_states, states_of_other_modes
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fingerprint import Fingerprint, params_of
+from hf_lowprec.optim.step.fingerprint import Fingerprint
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.kernel_spec import KernelSpec, StoredState
-from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.rounding import State
-from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bits
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.step.param_entry import ParamEntry, are_in_plain_memory, in_plain_memory, may_be_freed
 
 
 class _GroupKey(NamedTuple):
@@ -42,19 +34,11 @@ class _GroupKey(NamedTuple):
     sharding: Sharding | None
 
 
-@dataclass(frozen=True)
-class PlainCopy:
-    """A parameter or state that is not in plain memory, and the copy that is stepped in its place."""
-
-    original: Tensor
-    copy: Tensor
-
-
 class StepPlan:
     """The fused groups of an optimizer's steps, while the same parameters have gradients of the same kind.
 
     Building it creates missing states. If a group was given another rounding mode, it also converts weights and low
-    bits to that mode, see `mode_change.py`. As a context manager, it releases what belongs to one step when its block
+    bits to that mode, see `convert_states`. As a context manager, it releases what belongs to one step when its block
     ends.
 
     Attributes:
@@ -76,86 +60,31 @@ class StepPlan:
     """
 
     def __init__(self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None) -> None:
-        _check_params(optimizer, set(map(id, params_of(optimizer, param_ids))))
         self.backend_steps: list[BackendStep] = []
-        self.plain_copies: list[PlainCopy] = []
-        self._in_new_mode: list[ParamEntry] = []
-        entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
-        first = 0
-        for group in optimizer.param_groups:
-            self._add_param_group(optimizer, group, first, clipped, param_ids, entries_by_key)
-            first += len(group["params"])
-        for entry in self._in_new_mode:  # all entries have been checked
-            with interrupts.deferred():
-                convert_states(optimizer, entry.param, entry.group, entry.number)
-        fused_groups = [FusedGroup(*key, entries, optimizer.skip_nonfinite) for key, entries in entries_by_key.items()]
+        entries = _entries(optimizer, param_ids)
+        for entry in entries:
+            if states_of_other_modes(entry.group, entry.optimizer_state):
+                with interrupts.deferred():
+                    convert_states(entry.optimizer_state, entry.param, entry.group, entry.number)
+        specs: dict[Any, KernelSpec] = {}
+        by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
+        for entry in entries:
+            if entry.layout not in specs:
+                specs[entry.layout] = entry.spec(optimizer, clipped)
+            key = _GroupKey(specs[entry.layout], entry.param.device, sharding_of(entry.param))
+            by_key[key].append(entry)
+        fused_groups = [FusedGroup(*key, alike, optimizer.skip_nonfinite) for key, alike in by_key.items()]
         self.fused_groups = sorted(fused_groups, key=_size_of_temporaries, reverse=True)
-
-        entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
+        self._entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
+        self.plain_copies = [plain for entry in entries for plain in entry.plain_copies]
         self.param_dtypes = {entry.param: entry.param.dtype for entry in entries}
         self._fingerprint = Fingerprint(
             optimizer,
             clipped,
             param_ids,
-            stepped=[entry.param for entry in entries],
-            states=[
-                entry.optimizer_state[key_of(name, part.dtype)]
-                for entry in entries
-                for name, part in (entry.states | entry.means).items()
-            ],
+            stepped=[entry.param for entry in self._entries],
+            states=[entry.optimizer_state[tensor.key] for entry in entries for tensor in entry.stored],
         )
-
-    def _add_param_group(
-        self,
-        optimizer: Algorithm,
-        group: ParamGroup,
-        first: int,
-        clipped: bool,
-        param_ids: Set[int] | None,
-        entries_by_key: dict[_GroupKey, list[ParamEntry]],
-    ) -> None:
-        """Add the entries of one parameter group, whose first parameter has the position `first` in the optimizer."""
-        specs: dict[Any, KernelSpec] = {}
-        for index, param in enumerate(group["params"], first):
-            grad = optimizer.gradient_of(param)
-            if grad is None or (param_ids is not None and id(param) not in param_ids):
-                continue
-            validation.check_compensation(index, param, optimizer.state[param])
-            validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
-            validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
-            states = state_tensors(optimizer, group, param)
-            number = number_of(param, index, group)
-            optimizer_state = _initialized_state(optimizer, param, group, states)
-            former = states_of_other_modes(group, optimizer_state)
-            _check_shapes(optimizer, index, param, grad, states, sorted(former))
-            parts = {tensor.key: local_shard(optimizer_state[tensor.key]) for tensor in states}
-            of_elements = [tensor for tensor in states if tensor.state.mean_over is None]
-            for name, part in parts.items():
-                validation.check_memory(group, index - first, index, f"its state {name!r}", part)
-            dtypes = (param.dtype, local_shard(grad).dtype, *(parts[tensor.key].dtype for tensor in of_elements))
-            stored = tuple(tensor.state for tensor in of_elements)
-            means = tuple(tensor.state.name for tensor in states if tensor.state.mean_over is not None)
-            if (stored, dtypes, means) not in specs:
-                specs[stored, dtypes, means] = step_spec(optimizer, group, stored, dtypes, clipped, bool(means))
-            entry = ParamEntry(
-                number=number,
-                group=group,
-                optimizer_state=optimizer_state,
-                param=param,
-                weight=self._stepped(local_shard(param)),
-                states={tensor.state.name: self._stepped(parts[tensor.key]) for tensor in of_elements},
-                means={name: self._stepped(parts[name]).view(-1) for name in means},
-            )
-            entries_by_key[_GroupKey(specs[stored, dtypes, means], param.device, sharding_of(param))].append(entry)
-            if former:
-                self._in_new_mode.append(entry)
-
-    def _stepped(self, tensor: Tensor) -> Tensor:
-        """`tensor` if it is in plain memory; else a copy that every step begins with and writes back."""
-        stepped = in_plain_memory(tensor)
-        if stepped is not tensor:
-            self.plain_copies.append(PlainCopy(tensor, stepped))
-        return stepped
 
     def collect_gradients(
         self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None, norm_only: bool = False
@@ -179,7 +108,8 @@ class StepPlan:
             return False
         parts, addresses = gradients
         if may_be_freed(parts, addresses):
-            _check_gradient_memory(optimizer)
+            for entry, part in zip(self._entries, parts, strict=True):
+                entry.check_memory("its gradient", part)
         if not are_in_plain_memory(parts, addresses):
             parts = list(map(in_plain_memory, parts))
             addresses = list(map(Tensor.data_ptr, parts))
@@ -219,112 +149,21 @@ def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
     return fused_group.spec.orthogonalizes, max(entry.param.numel() for entry in fused_group.entries)
 
 
-def _check_params(optimizer: Algorithm, param_ids: Set[int]) -> None:
-    """Raise RuntimeError or ValueError unless the parameters with these identities can be stepped."""
-    with_grad = {
-        index: param
-        for index, param in enumerate(params_of(optimizer))
-        if id(param) in param_ids and optimizer.gradient_of(param) is not None
-    }
-    validation.check_apart(with_grad)
-    validation.warn_of_fp32_weights(optimizer)
+def _entries(optimizer: Algorithm, param_ids: Set[int] | None) -> list[ParamEntry]:
+    """The entries of the parameters to step, after the checks of all parameters."""
+    with_gradient = []
+    index = -1
     for k, group in enumerate(optimizer.param_groups):
-        for param in (param for param in group["params"] if id(param) in param_ids):
+        for position, param in enumerate(group["params"]):
+            index += 1
+            if param_ids is not None and id(param) not in param_ids:
+                continue
             validation.check_param(param, group, f"param group {k}")
             if optimizer.orthogonalizes(group):
                 validation.check_matrix(param)
             if (grad := optimizer.gradient_of(param)) is not None:
                 validation.check_gradient(grad)
-
-
-def _check_gradient_memory(optimizer: Algorithm) -> None:
-    """Raise RuntimeError, naming the parameter, if the memory of a gradient was freed."""
-    index = 0
-    for group in optimizer.param_groups:
-        for position, param in enumerate(group["params"]):
-            if (grad := optimizer.gradient_of(param)) is not None:
-                validation.check_memory(group, position, index, "its gradient", local_shard(grad))
-            index += 1
-
-
-def _check_shapes(
-    optimizer: Algorithm, index: int, param: Tensor, grad: Tensor, states: list[StateTensor], former: list[str]
-) -> None:
-    """Raise ValueError unless the gradient and states of `param` have their shapes, devices and placements.
-
-    Args:
-        optimizer: the optimizer of `param`.
-        index: the parameter's position in the optimizer.
-        param: the parameter.
-        grad: its gradient.
-        states: the states that it has.
-        former: names of those that it had in another rounding mode.
-    """
-    optimizer_state, state_device = optimizer.state[param], optimizer.state_device(param)
-    shapes: dict[str, tuple[torch.Size, int | None]] = dict.fromkeys(former, (param.shape, None))
-    shapes |= {tensor.key: (tensor.shape, tensor.state.mean_over) for tensor in states}
-    of_states = ((optimizer_state[name], *each, state_device) for name, each in shapes.items())
-    of_grad = grad, param.shape, None, optimizer.gradient_device(param)
-    for tensor, shape, mean_over, device in (of_grad, *of_states):
-        if tensor.shape != shape or tensor.device != device:
-            validation.raise_mismatch(index, param, grad, optimizer_state)
-        validation.check_placement(index, param, tensor, mean_over)
-
-
-def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: list[StateTensor]
-) -> dict[str, Any]:
-    """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
-
-    A compensation or remainder that takes the place of another one is left at zero, see `mode_change.py`.
-
-    Args:
-        optimizer: the optimizer.
-        param: the parameter.
-        group: its group.
-        states: the states that it has.
-    """
-    optimizer_state: dict[str, Any] = optimizer.state[param]
-    missing: dict[str, Any] = {}
-    if "step" not in optimizer_state:
-        missing["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
-    for k, tensor in enumerate(states):
-        state, key = tensor.state, tensor.key
-        if key not in optimizer_state:
-            missing[key] = zeros_apart(param, tensor, k, len(states), optimizer.state_device(param))
-            if state.holds_low_bits and not states_of_other_modes(group, optimizer_state):
-                start_with_low_bits(missing[state.name], param)
-    # All at once and filled: if memory runs out before, the next step finds none and begins again.
-    optimizer_state.update(missing)
-    remove_low_bits(param)
-    low_bits_belong(param)
-    return optimizer_state
-
-
-def step_spec(
-    optimizer: Algorithm,
-    group: ParamGroup,
-    states: tuple[State, ...],
-    dtypes: tuple[torch.dtype, ...],
-    clipped: bool,
-    factored: bool,
-) -> KernelSpec:
-    """The spec of parameters whose tensors (themselves, gradient, states of their shape) have `dtypes`."""
-    param_dtype, grad_dtype, *state_dtypes = dtypes
-    return KernelSpec(
-        update=type(optimizer).update,
-        options=tuple(sorted(optimizer.options(group).items())),
-        scalars=tuple(optimizer.scalars(group, 0.0, 1)),
-        rounding=group["rounding"],
-        param_dtype=param_dtype,
-        grad_dtype=grad_dtype,
-        states=tuple(
-            StoredState.of(state, dtype, group["state_rounding"])
-            for state, dtype in zip(states, state_dtypes, strict=True)
-        ),
-        maximize=bool(group["maximize"]),
-        clipped=clipped,
-        tensor_means=tuple(optimizer.tensor_means(group).items()),
-        orthogonalizes=optimizer.orthogonalizes(group),
-        factored=optimizer.factored if factored else None,
-    )
+                with_gradient.append((group, position, index, grad))
+    validation.check_apart({index: group["params"][position] for group, position, index, _ in with_gradient})
+    validation.warn_of_fp32_weights(optimizer)
+    return [ParamEntry(optimizer, *each) for each in with_gradient]

@@ -5,10 +5,11 @@ One row of the estimate holds the bytes of one optimizer: ours, or torch's AdamW
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from tempfile import gettempdir
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,11 @@ from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.backends.eager import EagerStep
 from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.offload.host_steps import staging_bytes
-from hf_lowprec.optim.state.state_tensors import state_tensors
 from hf_lowprec.optim.step.factored_moments import compute_factors
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.step.step_plan import step_spec
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
 from hf_lowprec.tools.estimate.activations import Activations, LiveMemory
@@ -161,14 +161,7 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
     for group in optimizer.param_groups:
         if not optimizer.orthogonalizes(group) and all(state.mean_over is None for state in optimizer.states(group)):
             continue
-        alike: dict[Any, list[Tensor]] = {}
-        for param in group["params"]:
-            if param.requires_grad:
-                states = state_tensors(optimizer, group, param)
-                key = (param.dtype, *((tensor.state, tensor.dtype) for tensor in states))
-                alike.setdefault(key, []).append(param)
-        for params in alike.values():
-            fused_group = _on_meta(optimizer, group, params, clipped)
+        for fused_group in _on_meta(optimizer, group, clipped):
             backend_step = _StepOnMeta(fused_group)
             with LiveMemory() as memory:
                 compute_factors([backend_step])
@@ -185,30 +178,19 @@ class _StepOnMeta(EagerStep):
         return tiles.add_up(*tiles.empty_sums())
 
 
-def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[Tensor], clipped: bool) -> FusedGroup:
-    """A fused group of tensors like `params`, their gradients and their states, on the meta device.
-
-    `params` have the same dtype, and states of the same names and dtypes.
-    """
-    dtype = params[0].dtype
-    tensors = state_tensors(optimizer, group, params[0])
-    states = [tensor for tensor in tensors if tensor.state.mean_over is None]
-    dtypes = (dtype, dtype, *(tensor.dtype for tensor in states))
-    factored = len(states) < len(tensors)
-    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped, factored)
-    entries = []
-    for number, param in enumerate(params):
-        weight, grad = (torch.empty(param.shape, dtype=dtype, device="meta") for _ in range(2))
-        named: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
-        for tensor in state_tensors(optimizer, group, param):
-            is_mean = tensor.state.mean_over is not None
-            named[is_mean][tensor.state.name] = torch.empty(
-                tensor.shape.numel() if is_mean else tensor.shape, dtype=tensor.dtype, device="meta"
-            )
-        state = {"step": torch.tensor(0)}
-        entries.append(ParamEntry(number, group, state, weight, weight, named[False], named[True], grad=grad))
-    fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
-    fused_group.compute_scalars(optimizer.scalars)
-    if clipped:
-        fused_group.clip_factor = torch.ones((), device="meta")
-    return fused_group
+def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, clipped: bool) -> Iterator[FusedGroup]:
+    """Fused groups of tensors like the trained parameters of `group`, their gradients and their states, on meta."""
+    trained = (param for param in group["params"] if param.requires_grad)
+    params = [nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta")) for param in trained]
+    alike: dict[KernelSpec, list[ParamEntry]] = defaultdict(list)
+    for k, param in enumerate(params):
+        entry = ParamEntry(optimizer, {**group, "params": params}, k, k, grad=torch.empty_like(param))
+        alike[entry.spec(optimizer, clipped)].append(entry)
+        del optimizer.state[param]
+    for spec, entries in alike.items():
+        fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
+        fused_group.set_gradients(fused_group.weights, [0] * len(entries))
+        fused_group.compute_scalars(optimizer.scalars)
+        if clipped:
+            fused_group.clip_factor = torch.ones((), device="meta")
+        yield fused_group

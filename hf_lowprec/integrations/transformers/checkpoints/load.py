@@ -37,10 +37,10 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import unsafe_shard
 from hf_lowprec.integrations.transformers.checkpoints.save import SHARDED_STATE, SHARDED_WEIGHTS
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.sharding import checkpointable, is_sharded
 from hf_lowprec.optim.state.fp32_weights import keep_low_bits, low_bits_state, store_sums
-from hf_lowprec.optim.state.imported_states import START_AGAIN
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.state.saved_formats import START_AGAIN
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, note_loading
 

@@ -38,7 +38,7 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     listing,
     read_manifest,
 )
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 
 logger = logging.getLogger(__name__)

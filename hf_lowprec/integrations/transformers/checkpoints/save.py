@@ -24,8 +24,8 @@ from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback, callback_of
 from hf_lowprec.integrations.transformers.checkpoints.manifest import begin_checkpoint, finish_checkpoint
 from hf_lowprec.optim import ScheduleFreeAdamW
+from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.sharding import checkpointable
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
 
 logger = logging.getLogger(__name__)

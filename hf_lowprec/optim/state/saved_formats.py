@@ -1,7 +1,11 @@
-"""The format of optimizer state dicts, which every checkpoint format can hold.
+"""The formats of optimizer state dicts: ours, which every checkpoint format can hold, and those of other libraries.
 
-`to_saved_form` turns what `torch.optim.Optimizer.state_dict` returns into it, and `from_saved_form` back. Each param
+`to_saved_form` turns what `torch.optim.Optimizer.state_dict` returns into ours, and `from_saved_form` back. Each param
 group has a header, inside the value of a key that torch's optimizers have always had; see `_CARRIER`.
+
+State dicts of other libraries do not name their optimizer, so their formats are recognized by the keys of their param
+groups. They are converted to those of the same algorithm here: hyperparameters are taken over, the states get this
+optimizer's `state_dtype` (rounded to nearest), and settings that exist only here stay as they are.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +90,7 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     saved = {
         **state_dict,
         "param_groups": [saved_group(group) for group in state_dict["param_groups"]],
-        "state": _map_states(state_dict["state"], lambda name, value: _in_saved_dtype(value)),
+        "state": _map_states(state_dict["state"], _in_saved_dtype),
     }
     kept = {
         number: low_bits
@@ -133,7 +138,7 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _in_saved_dtype(value: Tensor) -> Tensor:
+def _in_saved_dtype(name: str, value: Tensor) -> Tensor:
     """A view of the state as it is saved, see `_BYTES`."""
     if value.dtype != torch.int16:
         return value
@@ -179,3 +184,149 @@ def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Ite
     """Each parameter of `optimizer`, and its number in `state_dict`."""
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         yield from zip(group["params"], saved["params"], strict=True)
+
+
+# Formats of other libraries.
+
+OptimizerState = dict[str, Any]
+"""A parameter's entry in `state_dict["state"]`."""
+
+START_AGAIN = (
+    "start with fresh state: load only the model's weights, and leave out optimizer.load_state_dict (under Trainer: "
+    "model = from_pretrained(checkpoint, dtype='float32'), then train() without resume_from_checkpoint)"
+)
+
+_WITHOUT_MEANING = {
+    *("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
+    *("clip_threshold", "decay_rate", "warmup_init"),
+}
+"""Keys that are dropped unless the algorithm here has them."""
+
+
+@dataclass(frozen=True)
+class ForeignFormat:
+    """A format in which other optimizers save their state. Keys are separated by spaces.
+
+    Attributes:
+        library: its name in messages.
+        algorithms: the algorithms here that compute the same.
+        marks: keys that its param groups have.
+        lacks: keys that its param groups do not have.
+        hyperparameters: `(saved group, algorithm) -> keys to replace`; raises ValueError, with the reason as message,
+            if the formula differs from the algorithm's.
+        states: `state -> state` with the names and shapes that the algorithm uses.
+    """
+
+    library: str
+    algorithms: tuple[str, ...]
+    marks: str
+    lacks: str = ""
+    hyperparameters: Callable[[ParamGroup, str], ParamGroup] = lambda saved, algorithm: {}
+    states: Callable[[OptimizerState], OptimizerState] = lambda state: state
+
+    def group(self, algorithm: str, own: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+        """The group `saved` with the keys of `own`, a param group of the optimizer that loads it.
+
+        Raises:
+            ValueError: the formulas differ.
+        """
+        if algorithm not in self.algorithms:
+            raise ValueError(
+                f"{where} of the state dict was saved by {self.library}, whose state {algorithm} cannot use; load "
+                f"it into {' or '.join(self.algorithms)}, or {START_AGAIN}"
+            )
+        try:
+            replaced = self.hyperparameters(saved, algorithm)
+        except ValueError as reason:
+            message = f"{where} of the state dict was saved by {self.library} with {reason}; or {START_AGAIN}"
+            raise ValueError(message) from None
+        kept = {key: value for key, value in saved.items() if key in own or key not in _WITHOUT_MEANING}
+        # "nearest" requires no state of a rounding mode; one that is there continues to be used.
+        return {**own, **kept, **replaced, "rounding": "nearest"}
+
+    def state(self, state: OptimizerState) -> OptimizerState:
+        """A parameter's saved `state`, with the names and values of this optimizer; empty if it was never stepped."""
+        converted = {name: value for name, value in self.states(dict(state)).items() if value is not None}
+        # SGD does not count steps; what matters to it is whether there was one.
+        return {"step": 1, **converted} if converted else {}
+
+
+def foreign_format(algorithm: str, saved: ParamGroup, where: str) -> ForeignFormat | None:
+    """The format of another library that the saved group has; None if the `algorithm` here saved it.
+
+    Raises:
+        ValueError: neither is the case.
+    """
+    if HEADER in saved:
+        if (writer := saved[HEADER].get("optimizer")) != algorithm:
+            raise ValueError(
+                f"the state of {writer} cannot be loaded into {algorithm}: resume with {writer}, or start a new "
+                f"{algorithm} from the checkpoint's weights alone (from_pretrained with its folder, without "
+                "resume_from_checkpoint)"
+            )
+        return None
+    if not {"rounding", "state_rounding"} & saved.keys():
+        for known in FOREIGN_FORMATS:
+            if saved.keys() >= {*known.marks.split()} and saved.keys().isdisjoint(known.lacks.split()):
+                return known
+    raise ValueError(
+        f"{where} of the state dict was saved neither by this version's hf_lowprec.{algorithm} nor by an optimizer "
+        f"whose state can be converted. Resume it with the optimizer that saved it, or {START_AGAIN}"
+    )
+
+
+def _torch_adam(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    """Before torch 2.7, only the class tells Adam from AdamW."""
+    decoupled = saved.get("decoupled_weight_decay", algorithm == "AdamW")
+    if algorithm == "AdamW" and saved["weight_decay"] and not decoupled:
+        raise ValueError("an L2 penalty as weight decay; load it into Adam")
+    return {"decoupled_weight_decay": decoupled} if algorithm == "Adam" else {}
+
+
+def _transformers_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    """It knows no largest relative step but 10⁻²."""
+    if saved["warmup_init"]:
+        raise ValueError("warmup_init=True; set it to False and use a scheduler")
+    if saved["weight_decay"] and (saved["relative_step"] or saved["scale_parameter"]):
+        raise ValueError("a weight decay that relative_step and scale_parameter change; set its weight_decay to 0")
+    return {
+        "beta2_decay": saved["decay_rate"],
+        "d": saved["clip_threshold"],
+        "eps": (0.0, saved["eps"][1]),
+        "square_eps": saved["eps"][0],
+        "lr": 1e-2 if saved["relative_step"] else saved["lr"],
+        "maximize": False,
+    }
+
+
+def _transformers_adafactor_states(state: OptimizerState) -> OptimizerState:
+    def unsqueezed(name: str, dim: int) -> Tensor | None:
+        means: Tensor | None = state.pop(name, None)
+        return None if means is None else means.unsqueeze(dim)
+
+    state.pop("RMS", None)
+    state["variance"] = state.pop("exp_avg_sq", None)
+    state["row_var"], state["col_var"] = unsqueezed("exp_avg_sq_row", -1), unsqueezed("exp_avg_sq_col", -2)
+    return state
+
+
+FOREIGN_FORMATS = (
+    ForeignFormat(
+        "torch.optim.Adam or torch.optim.AdamW",
+        ("AdamW", "Adam"),
+        "betas eps weight_decay amsgrad foreach",
+        hyperparameters=_torch_adam,
+    ),
+    ForeignFormat(
+        "torch.optim.RAdam", ("RAdam",), "betas eps decoupled_weight_decay foreach", lacks="amsgrad momentum_decay"
+    ),
+    ForeignFormat("torch.optim.SGD", ("SGD",), "momentum dampening nesterov foreach"),
+    ForeignFormat(
+        "transformers.Adafactor",
+        ("Adafactor",),
+        "clip_threshold decay_rate beta1 warmup_init",
+        hyperparameters=_transformers_adafactor,
+        states=_transformers_adafactor_states,
+    ),
+)
+"""Every format that is converted."""

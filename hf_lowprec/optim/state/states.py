@@ -1,12 +1,14 @@
-"""The state tensors of a parameter: their names, dtypes and shapes.
+"""The states of a parameter: their dtypes and shapes, the keys and forms in which they are stored, and new ones.
 
-States in 8 bits have a scale for each block of `BLOCK` elements of a row, in a tensor of their own. Blocks never cross
-rows, so that no shard of whole rows cuts one, and every sharding gives the same bits.
+A state in 8 bits is stored as two tensors: its codes, and a scale for each block of `BLOCK` elements of a row. Blocks
+never cross rows, so that no shard of whole rows cuts one, and every sharding gives the same bits. A step decodes and
+encodes elements as it loads and stores them, see `step/fused_step.py`; `value_in` and `stored_as` do so for whole
+states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,22 +17,18 @@ from torch.utils.dlpack import from_dlpack
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, is_sharded, local_shard, shard_length
-from hf_lowprec.optim.state.states_in_8_bits import (
-    CODE_SUFFIX,
-    SCALE_SUFFIX,
-    decoded_states,
-    dtype_in,
-    encoded,
-    key_of,
-    scale_shape,
-)
-from hf_lowprec.rounding import MODES, State, dtype_name
-from hf_lowprec.rounding.block_floats import BLOCK
+from hf_lowprec.rounding import State, dtype_name
+from hf_lowprec.rounding.block_floats import BLOCK, decode, encode, scale_shape
+from hf_lowprec.rounding.low_bits import chunk_size
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
+
+CODE_SUFFIX, SCALE_SUFFIX = "_code", "_scale"
+"""The ends of the keys of a state's codes and scales, after the name of the state. Under that name itself, other
+optimizers would take codes for values."""
 
 
 class StateTensor(NamedTuple):
-    """A state of a parameter as it is stored.
+    """A tensor of a parameter's state, as it is stored.
 
     Attributes:
         state: its name, its random bits, and how it is rounded.
@@ -45,7 +43,7 @@ class StateTensor(NamedTuple):
     @property
     def key(self) -> str:
         """Its key in `optimizer.state[param]`."""
-        return key_of(self.state.name, self.dtype)
+        return self.state.name + CODE_SUFFIX if self.dtype == torch.int8 else self.state.name
 
 
 def state_tensors(
@@ -73,26 +71,21 @@ def state_tensors(
         if dtype == torch.int8:
             _check_blocks(param)
             scale = State(state.name + SCALE_SUFFIX, state.role, averages=False, dtype=torch.uint8, scale_of=state.name)
-            tensors.append(StateTensor(scale, torch.uint8, scale_shape(param.shape)))
+            tensors.append(StateTensor(scale, torch.uint8, scale.shape_for(param.shape)))
     return tensors
 
 
-def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch.dtype:
-    """The dtype of the state `name` of a parameter of `param_dtype` in `group`."""
-    if param_dtype == torch.float32:
-        return torch.float32
+def _requested_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
+    """The dtype that `group` asks for `state` of `param`."""
+    if state.dtype is not None or param.dtype == torch.float32:
+        return state.dtype or torch.float32
     requested = group["state_dtype"]
-    for state in MODES[group["rounding"]].auxiliary:
-        if state.name == name and state.dtype is not None:
-            return state.dtype
-    if isinstance(requested, Mapping):
-        return requested.get(name, torch.bfloat16)
-    return requested or torch.bfloat16
+    return (requested.get(state.name) if isinstance(requested, Mapping) else requested) or torch.bfloat16
 
 
 def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
     """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
-    dtype = state.dtype or state_dtype(state.name, param.dtype, group)
+    dtype = _requested_dtype(state, group, param)
     return torch.bfloat16 if dtype == torch.int8 and why_not_8_bits(state, param) else dtype
 
 
@@ -100,23 +93,19 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
     """The reason why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
     if not state.averages:
         return f"{state.name} does not average over steps"
-    rows = "rows" if flat_part(param) is None else "rows, or this rank's part of them,"
-    return None if _has_whole_blocks(param) else f"{rows} are not multiples of {BLOCK} elements"
+    shape, part = full_shape(param), flat_part(param)
+    is_cut = part is not None and (part.start % BLOCK or param.numel() % BLOCK)
+    if len(shape) > 1 and shape[-1] % BLOCK == 0 and not is_cut:
+        return None
+    rows = "rows" if part is None else "rows, or this rank's part of them,"
+    return f"{rows} are not multiples of {BLOCK} elements"
 
 
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
     """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
     states = optimizer.stored_states(group, param)
-    wanted = (s for s in states if state_dtype(s.name, param.dtype, group) == torch.int8)
-    reasons = (why_not_8_bits(state, param) for state in wanted)
-    return [reason for reason in reasons if reason is not None]
-
-
-def _has_whole_blocks(param: Tensor) -> bool:
-    """Return whether the rows of `param`, its last dimension, are whole blocks. Others have no states in 8 bits."""
-    shape, part = full_shape(param), flat_part(param)
-    is_cut = part is not None and (part.start % BLOCK or param.numel() % BLOCK)
-    return len(shape) > 1 and shape[-1] % BLOCK == 0 and not is_cut
+    wanted = (state for state in states if _requested_dtype(state, group, param) == torch.int8)
+    return [reason for state in wanted if (reason := why_not_8_bits(state, param)) is not None]
 
 
 def _check_blocks(param: Tensor) -> None:
@@ -128,6 +117,67 @@ def _check_blocks(param: Tensor) -> None:
             f"{length} elements of a row per rank, which cuts blocks of {BLOCK}; shard another dimension or over fewer "
             "ranks, or use state_dtype=bfloat16 for its param group"
         )
+
+
+# The forms in which states are stored.
+
+
+def storage_keys(name: str, keys: Collection[str]) -> tuple[str, ...]:
+    """The keys of the state `name` among those of a parameter's entry: its own, or those of its codes and scales."""
+    coded = name + CODE_SUFFIX, name + SCALE_SUFFIX
+    return coded if coded[0] in keys else (name,)
+
+
+def dtype_in(state: Mapping[str, Any], name: str) -> torch.dtype | None:
+    """The dtype in which the entry `state` of a parameter stores the state `name`; None if it does not."""
+    stored = state.get(storage_keys(name, state.keys())[0])
+    return None if stored is None else stored.dtype
+
+
+def value_in(state: Mapping[str, Any], name: str) -> Tensor:
+    """The values of a whole state: as it is stored, or in FP32 if that is in 8 bits.
+
+    Args:
+        state: a parameter's entry in `optimizer.state` or in a state dict, or a part of it. Tensors may be DTensors.
+        name: the name of the state.
+    """
+    stored = [state[key] for key in storage_keys(name, state.keys())]
+    if len(stored) == 1:
+        value: Tensor = stored[0]
+        return value
+    codes, scales = (local_shard(tensor).int() for tensor in stored)
+    return dtensor_like(decode(codes, scales.repeat_interleave(BLOCK, dim=-1), is_nonnegative(name)), stored[0])
+
+
+def stored_as(value: Tensor, dtype: torch.dtype, name: str) -> dict[str, Tensor]:
+    """A whole state as it is stored, by key; rounded to nearest.
+
+    Args:
+        value: floating-point tensor. For 8 bits, its rows, or this rank's part of them, are made of blocks.
+        dtype: in which it is stored.
+        name: its name.
+    """
+    if dtype != torch.int8:
+        return {name: value.to(dtype)}
+    shard = local_shard(value)
+    code = torch.empty(shard.shape, dtype=torch.int8, device=shard.device)
+    scale = torch.empty(scale_shape(shard.shape), dtype=torch.uint8, device=shard.device)
+    size = chunk_size(shard.device)
+    parts = (shard.reshape(-1).split(size), code.view(-1).split(size), scale.view(-1).split(size // BLOCK))
+    for part, codes, scales in zip(*parts, strict=True):
+        middle = torch.full_like(part, 1 << 15, dtype=torch.int32)
+        of_elements = encode(part.float(), middle, is_nonnegative(name))
+        codes.copy_(of_elements[0].to(torch.uint8).view(torch.int8))
+        scales.copy_(of_elements[1][::BLOCK])
+    return {
+        name + CODE_SUFFIX: dtensor_like(code, value),
+        name + SCALE_SUFFIX: dtensor_like(scale, value, scale_shape(value.shape)),
+    }
+
+
+def is_nonnegative(name: str) -> bool:
+    """Return whether no element of the state `name` is ever negative; for states whose algorithm is not known."""
+    return name.endswith("_sq")
 
 
 def rounded_to_nearest(
@@ -147,15 +197,15 @@ def rounded_to_nearest(
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.shape != param.shape or name in ("step", *LOW_BITS_STATES):
             states[name] = value
-            continue
-        dtype = new_state_dtype(known.get(name, State(name, role=0, averages=False)), group, param)
-        states |= encoded(value, name) if dtype == torch.int8 else {name: value.to(dtype)}
+        else:
+            state = known.get(name, State(name, role=0, averages=False))
+            states |= stored_as(value, new_state_dtype(state, group, param), name)
     return states
 
 
 def in_own_dtypes(
     optimizer: Algorithm, group: ParamGroup, param: Tensor, saved: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Convert the states of `param` that were not saved in the dtype that new ones have in `group`.
 
     Into fewer bits they are rounded to nearest, without random bits, so that every sharding gets the same bits. A
@@ -173,19 +223,21 @@ def in_own_dtypes(
     Raises:
         ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
     """
-    changes, old = [], set()
+    converted, changes = dict(saved), []
     for state in optimizer.states(group):
         before, after = dtype_in(saved, state.name), new_state_dtype(state, group, param)
-        if before not in (None, after):
-            changes.append(f"{state.name} from {dtype_name(before)} to {dtype_name(after)}")
-            old |= {state.name, state.name + CODE_SUFFIX, state.name + SCALE_SUFFIX} & saved.keys()
-    if not changes:
-        return saved, []
-    state_tensors(optimizer, group, param, existing={})  # raises the error
-    kept = {name: value for name, value in saved.items() if name not in old}
-    values = decoded_states({name: saved[name] for name in saved if name in old})
-    return kept | rounded_to_nearest(optimizer, group, param, values), changes
+        if before in (None, after):
+            continue
+        changes.append(f"{state.name} from {dtype_name(before)} to {dtype_name(after)}")
+        if after == torch.int8:
+            _check_blocks(param)
+        for key in storage_keys(state.name, saved.keys()):
+            del converted[key]
+        converted |= stored_as(value_in(saved, state.name), after, state.name)
+    return converted, changes
 
+
+# New states.
 
 PAGE = 4096
 """Bytes after which the last twelve bits of an address repeat."""
@@ -212,14 +264,11 @@ def zeros_apart(
         count: how many states it has; they divide the page that begins at the weight.
         device: of the zeros; None means that of `param`.
     """
-    part, dtype = local_shard(param), tensor.dtype
+    part, dtype, state = local_shard(param), tensor.dtype, tensor.state
     device = device or part.device
-    if tensor.state.scale_of is not None:
-        scales = torch.zeros(scale_shape(part.shape), dtype=dtype, device=device)
-        return dtensor_like(scales, param, tensor.shape)
-    if tensor.state.mean_over is not None:
-        means = torch.zeros(tensor.state.shape_for(part.shape), dtype=dtype, device=device)
-        return dtensor_like(means, param, tensor.shape, tensor.state.mean_over)
+    if state.scale_of is not None or state.mean_over is not None:
+        zeros = torch.zeros(state.shape_for(part.shape), dtype=dtype, device=device)
+        return dtensor_like(zeros, param, tensor.shape, state.mean_over)
     if device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
         return torch.zeros_like(param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")

@@ -1,8 +1,9 @@
-"""Numbers for the parameters of one-parameter optimizers, such as those that step during the backward pass.
+"""The parameters of an optimizer, which may be wrapped, and the numbers of its parameters.
 
 A parameter's number selects its random bits (see `random_bits`). It is the parameter's position in the optimizer, which
-would be 0 for every parameter that has its own optimizer: all would round alike, and their errors would add up instead
-of averaging out. Such optimizers are therefore numbered in the order of construction.
+would be 0 for every parameter that has its own optimizer, such as those that step during the backward pass: all would
+round alike, and their errors would add up instead of averaging out. Optimizers of one parameter are therefore numbered
+in the order of construction.
 
 Optimizers of several parameters all start at 0, so that two runs in one process can be compared.
 """
@@ -11,13 +12,18 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import flat_part
+
+_MOST_WRAPPERS = 4
+"""accelerate's and DeepSpeed's are three. A `Mock` has any number of them."""
 
 _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
@@ -28,6 +34,23 @@ _EXECUTION = ("backend", "max_grad_norm", "skip_nonfinite", "gradient_release", 
 
 Optimizers of different kinds belong to runs that are compared, so they must draw the same bits.
 """
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return anything else, None too, unchanged.
+
+    The argument is untyped because this layer may not import accelerate.
+    """
+    inner = optimizer
+    for _ in range(_MOST_WRAPPERS):
+        inner = getattr(inner, "optimizer", inner)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def params_of(optimizer: torch.optim.Optimizer, param_ids: Set[int] | None = None) -> list[Tensor]:
+    """The parameters of the optimizer, in its order; with `param_ids`, those with these identities."""
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return params if param_ids is None else [param for param in params if id(param) in param_ids]
 
 
 def number_if_single(optimizer: Algorithm) -> None:
@@ -51,11 +74,11 @@ def reset_numbers() -> None:
     _constructed.clear()
 
 
-def number_of(param: Any, position: int, group: ParamGroup) -> int:
+def number_of(param: Tensor, position: int, group: ParamGroup) -> int:
     """The number of a parameter, which selects its random bits.
 
     Args:
-        param: the parameter, or what stands for it in a file.
+        param: the parameter.
         position: its position in the optimizer.
         group: its param group.
     """
