@@ -146,7 +146,7 @@ def _collect_after_reduction(collector: Any) -> None:
 
 
 def _check_first_gradients() -> None:
-    from hf_lowprec.optim.gradient_release.collector import GradientCollector
+    from hf_lowprec.optim.gradients.collector import GradientCollector
 
     if _collect_after_reduction not in GradientCollector.first_gradient_checks:
         GradientCollector.first_gradient_checks.append(_collect_after_reduction)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.optim.gradient_release.collector import GradientCollector
+from hf_lowprec.optim.gradients.collector import GradientCollector
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction.ddp import hand_over_means
 

@@ -13,7 +13,7 @@ from hf_lowprec.monitor.step_precision import COLUMN, SUMS
 from hf_lowprec.monitor.training_findings import GradientRecord
 from hf_lowprec.monitor.watched_parameters import ParameterSamples, WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.gradient_release.collector import collector_of
+from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.sharding import local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES

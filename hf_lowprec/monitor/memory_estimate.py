@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.gradient_release.buckets import gradients_alive
+from hf_lowprec.optim.gradients.buckets import gradients_alive
+from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.state.states import state_tensors, stays_in_bf16
 
@@ -60,8 +61,7 @@ def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> Memor
 def expected_gradients(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Those of the model's `params` whose gradients will exist at once."""
     trainable = [param for param in params if param.requires_grad]
-    collects = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.collector is not None
-    return gradients_alive(reversed(trainable)) if collects else trainable
+    return gradients_alive(reversed(trainable)) if collector_of(optimizer) else trainable
 
 
 def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:

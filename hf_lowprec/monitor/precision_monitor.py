@@ -23,7 +23,6 @@ from hf_lowprec.monitor.training_findings import GradientRecord, MeasuredRun, un
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
-from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
@@ -91,7 +90,7 @@ class PrecisionMonitor:
         self._was_asked = False
         self._failed = False
         self._depth = 0  # of calls of `step`, which may call that of a parent class
-        self._begun = self._is_stepped_in_parts = False  # the running step
+        self._begun = False  # the running step
         self._running: MeasuredStep | None = None
         self._finished: MeasuredStep | None = None
         self._last: StepPrecision | None = None
@@ -150,7 +149,7 @@ class PrecisionMonitor:
     @property
     def _steps_in_parts(self) -> bool:
         """Whether parameters are measured part by part, before `step` is called."""
-        return self._is_stepped_in_parts or gradient_release_of(self.optimizer) is not None
+        return isinstance(self.optimizer, LowPrecisionOptimizer) and self.optimizer.gradients.stepped_in_parts
 
     def _watch_parameters(self) -> None:
         """Watch the parameters that the optimizer has now."""
@@ -197,7 +196,6 @@ class PrecisionMonitor:
     @without_grad
     def _before_part(self, plan: StepPlan) -> None:
         """The optimizer is about to step the parameters of `plan` alone."""
-        self._is_stepped_in_parts = True
         if not self._begun:
             self._begin(has_closure=False)
         if self.steps == 0:
@@ -248,7 +246,7 @@ class PrecisionMonitor:
             self._finished = running
             if self._watched.is_cut:
                 self._last, self._finished = self._evaluate(running), None  # all ranks do it now
-        self._begun = self._is_stepped_in_parts = False
+        self._begun = False
 
     # The result.
 

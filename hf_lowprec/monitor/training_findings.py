@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from hf_lowprec.monitor.rules import FAULTS, LOST, Finding, fp32_among_16_bits, is_lost, names_to_cast, report
 from hf_lowprec.monitor.step_precision import ALL, COLUMN, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.gradient_release.collector import GradientCollector
-from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.gradients.collector import GradientCollector
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import full_shape
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
@@ -167,7 +166,9 @@ class MeasuredRun:
 
     def _not_finite(self) -> list[Finding]:
         precision, remedy = self.precision, FAULTS["not_finite"].remedy
-        if getattr(self.optimizer, "skip_nonfinite", None) is False and gradient_release_of(self.optimizer) is None:
+        if isinstance(optimizer := self.optimizer, LowPrecisionOptimizer) and not (
+            optimizer.skip_nonfinite or optimizer.gradients.stepped_in_parts
+        ):
             remedy += "; skip_nonfinite=True skips such steps"
         finite = precision.sums[:, [COLUMN["update_square"], COLUMN["weight_square"]]].isfinite().all(1).tolist()
         names = [name for name, is_finite in zip(precision.names, finite, strict=True) if not is_finite]

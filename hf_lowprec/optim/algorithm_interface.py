@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -57,9 +56,6 @@ class Algorithm(torch.optim.Optimizer):
     named_defaults: ClassVar[dict[str, Any]] = {}
     """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
 
-    gradient_of: Callable[[Tensor], Any] = operator.attrgetter("grad")
-    """The gradient of a parameter, or None. Written in C, since a step calls it for every parameter."""
-
     flags: ClassVar[tuple[str, ...]] = ()
     """Boolean keys of parameter groups that the constructor does not take."""
 
@@ -67,6 +63,15 @@ class Algorithm(torch.optim.Optimizer):
         """Complete `arguments`, and show the keywords that a constructor takes as `**shared` in its signature."""
         cls.__signature__ = full_signature(cls)  # type: ignore[attr-defined]
         cls.arguments = complete_arguments(cls)
+
+    gradients: Any
+    """Where gradients are before a step, see `gradients/`."""
+
+    @property
+    def gradient_of(self) -> Callable[[Tensor], Any]:
+        """A function, written in C, that returns a parameter's gradient in the coming step, or None."""
+        function: Callable[[Tensor], Any] = self.gradients.gradient_of
+        return function
 
     @property
     def skipped_steps(self) -> int:

@@ -20,19 +20,24 @@ from hf_lowprec.optim import arguments, param_groups, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.gradient_release.collector import GradientCollector, check_no_other_takes_gradients
-from hf_lowprec.optim.gradient_release.release import GradientRelease
-from hf_lowprec.optim.offload.gradients import OffloadedGradients
-from hf_lowprec.optim.offload.host_steps import HostSteps, OffloadedStep
+from hf_lowprec.optim.gradients.collector import Gradients, collector_of
+from hf_lowprec.optim.gradients.offload import OffloadedGradients
+from hf_lowprec.optim.gradients.release import GradientRelease
+from hf_lowprec.optim.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
-from hf_lowprec.optim.sharding import place_gradients
 from hf_lowprec.optim.state.fp32_weights import reset_low_bits_of_other_weights, zero_low_bits_of_other_weights
 from hf_lowprec.optim.state.saved_formats import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views
+from hf_lowprec.optim.step.clipping import (
+    DelayedClipping,
+    GradientClipping,
+    PendingClip,
+    has_views,
+    replace_bucket_views,
+)
 from hf_lowprec.optim.step.factored_moments import compute_factors, store_means
 from hf_lowprec.optim.step.fingerprint import warn_about_changed_dtypes
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -77,10 +82,10 @@ class LowPrecisionOptimizer(Algorithm):
             `skipped_steps` counts them.
         gradient_release: step parameters during the backward pass, a few at a time, and free their gradients, so that
             those of the whole model never exist at once; `step()` steps the rest. Weights and states are those of the
-            ordinary step, bit for bit. See `gradient_release/` for what it excludes.
+            ordinary step, bit for bit. See `gradients/release.py` for what it excludes.
         clip: `"exact"`: `max_grad_norm` clips by the norm of the step's own gradients. `"delayed"`, only with
             `gradient_release`: by the norm of the step before. The first step is not clipped.
-        offload_states: keep the states of parameters on a GPU in host memory, and step them there, see `offload/`.
+        offload_states: keep the states of parameters on a GPU in host memory, and step them there, see `host_steps.py`.
             Weights and states are those of the ordinary step, bit for bit. Only for algorithms that step each element
             by itself.
         offload_gradients: only with `offload_states`: move gradients to host memory during the backward pass, as soon
@@ -94,10 +99,8 @@ class LowPrecisionOptimizer(Algorithm):
         RuntimeError: `backend` cannot run here.
     """
 
-    release: GradientRelease | None
-    """The gradient release, which steps parameters during the backward pass; None if `step` steps all."""
-    offloaded_gradients: OffloadedGradients | None
-    """Moves gradients to the host; None if they stay where they are."""
+    gradients: Gradients
+    """Where gradients are before a step, and what takes them during the backward pass."""
 
     def __init__(self, params: Any, defaults: ParamGroup, **shared: Unpack[Shared]) -> None:
         cls = type(self)
@@ -115,11 +118,10 @@ class LowPrecisionOptimizer(Algorithm):
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
-        self._stepped_parts = False
         self.before_part: list[Callable[[StepPlan], None]] = []
         """Called by `step_part` with its plan, which has gradients, scalars, clip factors and tensor means."""
         self._forget_plan()
-        self.release = self.offloaded_gradients = None  # `add_param_group` reads them, which torch calls
+        self.gradients = Gradients(self)  # `add_param_group` reads it, which torch calls
         if is_first := values["first_parameter"] is None:
             del values["first_parameter"]
         super().__init__(params, values)
@@ -127,24 +129,19 @@ class LowPrecisionOptimizer(Algorithm):
             param_groups.number_if_single(self)
         self._collect_gradients()
 
-    def _collect_gradients(self) -> None:
-        """Begin to take gradients during the backward pass, if the arguments say so."""
-        if self.gradient_release:
-            self.release = self.release or GradientRelease(self)
-        if self.offload_gradients:
-            self.offloaded_gradients = self.offloaded_gradients or OffloadedGradients(self)
-            self.gradient_of = self.offloaded_gradients.sums.get
-
-    @property
-    def collector(self) -> GradientCollector | None:
-        """What takes gradients during the backward pass; None if they stay in `param.grad`."""
-        return self.release or self.offloaded_gradients
-
-    def _forget_plan(self) -> None:
+    def _forget_plan(self, norm_before: float = 0.0) -> None:
         """Drop what was made for the tensors that the optimizer has had so far."""
         self._plan: StepPlan | None = None
         self.host_steps = HostSteps()
-        self._clipping = GradientClipping()
+        self.clipping = (DelayedClipping if self.gradient_release else GradientClipping)(norm_before)
+
+    def _collect_gradients(self) -> None:
+        """Choose what takes gradients during the backward pass, if the arguments say so."""
+        kind = Gradients
+        if self.gradient_release or self.offload_gradients:
+            kind = GradientRelease if self.gradient_release else OffloadedGradients
+        if type(vars(self).get("gradients")) is not kind:
+            self.gradients = kind(self)
 
     @never_compiled
     @without_grad
@@ -174,23 +171,15 @@ class LowPrecisionOptimizer(Algorithm):
                 loss = closure()
 
         param_groups.reset_numbers()
-        if self.release is not None:
-            self.grad_norm = self.release.end_step()
-            self.finish_host_steps()
-            return loss
-        if self._stepped_parts:
-            self.finish_host_steps()
-            self._stepped_parts = False
-            return loss
-        with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
-            norm = self.prepare_step(plan)
-            with interrupts.deferred():
-                self.run_step(plan)
-                self.finish_host_steps()
-                self.grad_norm = norm
-                self._clipping.step_taken(norm, self.skip_nonfinite)
-        if self.offloaded_gradients is not None:
-            self.offloaded_gradients.end_step()
+        if not self.gradients.stepped_in_parts:
+            with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
+                norm = self.prepare_step(plan)
+                with interrupts.deferred():
+                    self.run_step(plan)
+                    self.finish_host_steps()
+                    self.grad_norm = norm
+                    self.clipping.step_taken(norm, self.skip_nonfinite)
+        self.gradients.end_step()
         return loss
 
     def finish_host_steps(self) -> None:
@@ -206,9 +195,9 @@ class LowPrecisionOptimizer(Algorithm):
         Args:
             norm: that of all gradients before clipping, on all ranks; FP32 scalar on their device.
         """
-        self._stepped_parts = True
-        self.grad_norm = self._clipping.given = norm
-        self._clipping.step_taken(norm, self.skip_nonfinite)
+        self.gradients.stepped_in_parts = True
+        self.grad_norm = self.clipping.given = norm
+        self.clipping.step_taken(norm, self.skip_nonfinite)
 
     @never_compiled
     @without_grad
@@ -244,7 +233,8 @@ class LowPrecisionOptimizer(Algorithm):
         """
         for fused_group in plan.fused_groups:
             fused_group.compute_scalars(self.scalars)
-        norm = self.clip_step(plan)  # the gradients' norm, the clip factor, whether the step is skipped
+        # The gradients' norm, the clip factor, whether the step is skipped.
+        norm = self.clipping.clip_step(plan.backend_steps, self.max_grad_norm, self.skip_nonfinite)
         compute_factors(plan.backend_steps)
         compute_tensor_means(plan.backend_steps)
         return norm
@@ -276,13 +266,15 @@ class LowPrecisionOptimizer(Algorithm):
                 `clip_grad_norm_`; or a backend cannot run.
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
-        self._check_groups()
-        self._gather_gradients()
-        if self._clipping.pending is not None:
-            self._clipping.match(self._gradients())
-        return self._plan_with_gradients(clipped=self.limit is not None)
+        self.check_groups()
+        self.gradients.gather()
+        if self.clipping.pending is not None:
+            self.clipping.match(self._gradients())
+        self._plan = self._updated_plan(self._plan, clipped=self.limit is not None)
+        return self._plan
 
-    def _check_groups(self) -> None:
+    def check_groups(self) -> None:
+        """Raise ValueError if a group was given an unsupported mode, dtype or parameter."""
         self._spell_out_modes()
         reset_low_bits_of_other_weights(self)
         for k, group in enumerate(self.param_groups):
@@ -293,24 +285,6 @@ class LowPrecisionOptimizer(Algorithm):
         for group in self.param_groups:
             group["rounding"] = mode_name(group["rounding"])
 
-    def _plan_with_gradients(self, clipped: bool, norm_only: bool = False) -> StepPlan:
-        """Return the plan of a step that clips or not: the last step's plan, or a new one if anything changed.
-
-        For the norm of the gradients (`norm_only`), changes of weights, states and hyperparameters do not count.
-        """
-        if self.release is not None:
-            raise RuntimeError(
-                "gradient_release=True steps parameters during the backward pass, so there is no step of all "
-                "gradients, and no norm before it; optimizer.grad_norm is that of the last step with clip='delayed'"
-            )
-        self._plan = self._updated_plan(self._plan, clipped, norm_only=norm_only)
-        return self._plan
-
-    def check_gradient_release(self) -> None:
-        """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
-        self._check_groups()
-        arguments.check_execution_arguments(self)
-
     def stop_gradient_release(self) -> None:
         """Step all parameters in `step()` from now on, and let their gradients exist until then where they are.
 
@@ -319,14 +293,14 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             RuntimeError: parameters have been stepped, or gradients moved, since the last `step()`.
         """
-        if self.release is not None:
-            self.release.check_between_steps("stop_gradient_release()")
-        if self.collector is not None:
-            self.collector.check_take_over()
-            self.collector.stop()
-        self.release, self.gradient_release, self.clip = None, False, "exact"
-        self.offloaded_gradients, self.offload_gradients = None, False
-        vars(self).pop("gradient_of", None)
+        self.gradients.check_between_steps("stop_gradient_release()")
+        self.gradients.check_take_over()
+        self.gradients.stop()
+        if self.gradient_release:
+            self.clipping = GradientClipping()
+        self.gradient_release = self.offload_gradients = False
+        self.clip = "exact"
+        self._collect_gradients()
         self._plan = None  # its gradients are elsewhere
 
     @without_grad
@@ -337,8 +311,8 @@ class LowPrecisionOptimizer(Algorithm):
         validation.check_not_capturing()
         try:
             if plan is None or not plan.collect_gradients(self, clipped, param_ids, norm_only):
-                self._check_groups()  # before a norm, nothing else has checked them
-                check_no_other_takes_gradients(self)
+                self.check_groups()  # before a norm, nothing else has checked them
+                self.gradients.check_no_other_takes_them()
                 earlier, plan = plan, StepPlan(self, clipped, param_ids)
                 if earlier is not None:
                     warn_about_changed_dtypes(self, earlier.param_dtypes)
@@ -357,25 +331,10 @@ class LowPrecisionOptimizer(Algorithm):
             return OffloadedStep(group, self.host_steps, build, self.offload_gradients)
         return build(group)
 
-    def clip_step(self, plan: StepPlan) -> Tensor | None:
-        """Set the clip factor of the planned step, if it clips, and whether it is skipped.
-
-        Returns:
-            The norm of the gradients, FP32 scalar; None if the step needs none.
-
-        Raises:
-            RuntimeError: gradients were written to after `clip_grad_norm_`.
-        """
-        if self.release is not None:
-            if self.limit is not None:
-                self.release.clipping.clip(plan.backend_steps, self.limit)
-            return None
-        return self._clipping.clip_step(plan.backend_steps, self.max_grad_norm, self.skip_nonfinite)
-
     @property
     def limit(self) -> float | None:
         """The norm to which the coming step clips gradients; None if it does not clip."""
-        return self._clipping.limit(self.max_grad_norm)
+        return self.clipping.limit(self.max_grad_norm)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -384,17 +343,17 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             RuntimeError: gradients are taken during the backward pass, when they are scaled.
         """
-        if self.collector is not None:
+        if collector := collector_of(self):
             raise RuntimeError(
-                f"GradScaler scales the loss and divides gradients in its step, but {self.collector.argument} has "
-                "taken gradients during the backward pass; BF16 needs no loss scaling, so remove the scaler"
+                f"GradScaler scales the loss and divides gradients in its step, but {collector.argument} has taken "
+                "gradients during the backward pass; BF16 needs no loss scaling, so remove the scaler"
             )
         return False
 
     @property
     def skipped_steps(self) -> int:
         """Steps that `skip_nonfinite` has skipped, before a resume too. Reading it synchronizes with the device."""
-        return self.skipped_before + int(self._clipping.skipped_steps or 0)
+        return self.skipped_before + int(self.clipping.skipped_steps or 0)
 
     @never_compiled
     def global_grad_norm(self) -> Tensor:
@@ -408,7 +367,7 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        return self._compute_norm(None).norm
+        return self.compute_norm(None).norm
 
     @never_compiled
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -433,30 +392,22 @@ class LowPrecisionOptimizer(Algorithm):
         """
         if max_norm != math.inf:
             arguments.Argument(float, default=1.0, gt=0).check("max_norm", max_norm)
-        if self.release is not None:
-            return self.release.norm_for_clipping(max_norm)
-        return self._compute_norm(max_norm).norm_before
+        return self.gradients.clip_grad_norm_(max_norm)
 
     @without_grad
-    def _compute_norm(self, max_norm: float | None) -> PendingClip:
+    def compute_norm(self, max_norm: float | None) -> PendingClip:
         """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
-        self._gather_gradients()
+        self.gradients.gather()
         grads = self._gradients()
-        self._clipping.match(grads)
-        if max_norm is not None and not self._clipping.clips and has_views(grads):
+        self.clipping.match(grads)
+        if max_norm is not None and not self.clipping.clips and has_views(grads):
             replace_bucket_views(params_of(self))
             grads = self._gradients()
         self._spell_out_modes()
-        limit = self._clipping.limit(default=self.max_grad_norm, requested=max_norm)
-        with self._plan_with_gradients(clipped=limit is not None, norm_only=True) as plan:
-            return self._clipping.compute_norm(grads, plan.backend_steps, max_norm)
-
-    def _gather_gradients(self) -> None:
-        """Bring all gradients to where the step expects them."""
-        if self.offloaded_gradients is not None:
-            self.offloaded_gradients.collect()
-        else:
-            place_gradients(params_of(self))
+        limit = self.clipping.limit(default=self.max_grad_norm, requested=max_norm)
+        self._plan = self._updated_plan(self._plan, clipped=limit is not None, norm_only=True)
+        with self._plan as plan:
+            return self.clipping.compute_norm(grads, plan.backend_steps, max_norm)
 
     def _gradients(self) -> list[Tensor]:
         with without_torch_function():
@@ -465,13 +416,10 @@ class LowPrecisionOptimizer(Algorithm):
     @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
-        self._clipping.pending = None
+        self.clipping.pending = None
         self.finish_host_steps()  # of a step that was not ended
         undecorated(torch.optim.Optimizer.zero_grad)(self, set_to_none)
-        if self.release is not None:
-            self.release.forget_waiting()
-        if self.offloaded_gradients is not None:
-            self.offloaded_gradients.end_step() if set_to_none else self.offloaded_gradients.zero()
+        self.gradients.zero(set_to_none)
 
     @never_compiled
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -491,8 +439,7 @@ class LowPrecisionOptimizer(Algorithm):
         except Exception:
             self.param_groups.pop()
             raise
-        if self.collector is not None:
-            self.collector.watch_parameters()
+        self.gradients.watch_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, as `torch.optim.Optimizer.state_dict` does, with dtypes as strings.
@@ -505,11 +452,10 @@ class LowPrecisionOptimizer(Algorithm):
             RuntimeError: gradient release has stepped parameters since the last `step()`.
         """
         self._spell_out_modes()
-        if self.release is not None:
-            self.release.check_between_steps("state_dict()")
+        self.gradients.check_between_steps("state_dict()")
         state_dict = super().state_dict()
-        if self.release is not None and self.clip == "delayed":
-            state_dict["param_groups"][0][NORM_BEFORE] = float(self.release.clipping.norm_before)
+        if self.clip == "delayed":
+            state_dict["param_groups"][0][NORM_BEFORE] = float(self.clipping.norm_before)
         return to_saved_form(self, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -530,20 +476,15 @@ class LowPrecisionOptimizer(Algorithm):
         self.finish_host_steps()
         for note in check_and_load(self, state_dict, super().load_state_dict):
             warnings.warn(note, RuntimeWarning, stacklevel=2)
-        norm_before, *_ = [group.pop(NORM_BEFORE, 0.0) for group in self.param_groups]
-        if self.release is not None:
-            self.release.resume(float(norm_before))
+        self.clipping.norm_before, *_ = [group.pop(NORM_BEFORE, 0.0) for group in self.param_groups]
 
     def __getstate__(self) -> dict[str, Any]:
-        norm_before = {}
-        if self.release is not None:
-            self.release.check_between_steps("copy or pickle")
-            norm_before = {NORM_BEFORE: float(self.release.clipping.norm_before)}
+        self.gradients.check_between_steps("copy or pickle")
         states = self.state.copy()
         zero_low_bits_of_other_weights(states, ((param, param) for param in params_of(self)))
         return {
             **super().__getstate__(),
-            **norm_before,
+            NORM_BEFORE: float(self.clipping.norm_before),
             "state": states,
             # Of weights not stepped yet: torch leaves out the attributes of a parameter when it is copied deeply.
             "low_bits": [*map(low_bits_to_save, params_of(self))],
@@ -557,11 +498,7 @@ class LowPrecisionOptimizer(Algorithm):
         for param, kept in zip(params_of(self), low_bits, strict=False):
             if kept is not None:
                 restore_saved_low_bits(param, kept)
-        self._forget_plan()
-        self._stepped_parts = False
+        self._forget_plan(norm_before)
         vars(self).setdefault("before_part", [])
-        for name in ("release", "offloaded_gradients"):  # there may be one while torch loads a state dict
-            vars(self).setdefault(name, None)
         self._collect_gradients()
-        if self.release is not None:
-            self.release.resume(norm_before)
+        self.gradients.states_were_loaded()

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.offload import host_steps
+from hf_lowprec.optim import AdamW, host_steps
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.rounding.low_bits import chunk_size
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

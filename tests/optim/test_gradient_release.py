@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from tests.support.optim.every_optimizer import NEED_ALL_GRADIENTS, build, every_configuration
 from tests.support.random_numbers import randn
 from tests.support.triton_available import rarely_on_triton
@@ -135,7 +135,7 @@ def test_parameters_that_are_unfrozen_and_added_later():
         train(model, optimizer, range(2, 4))
         optimizer.add_param_group({"params": model[4].parameters(), "lr": 1e-3})
         train(model, optimizer, range(4, 6))
-        if optimizer.release is not None:
+        if optimizer.gradient_release:
             most = most_alive(model, optimizer, range(6, 7))
             assert most < sum(param.numel() for param in model.parameters())
         else:
@@ -249,10 +249,10 @@ def test_plans_of_buckets_are_reused():
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.01, gradient_release=True)
     train(model, optimizer, range(2))
-    plans = dict(optimizer.release._plans)
+    plans = dict(optimizer.gradients._plans)
     assert len(plans) > 1
     train(model, optimizer, range(2, 5))
-    assert optimizer.release._plans == plans
+    assert optimizer.gradients._plans == plans
 
 
 # Options and models that are refused.
@@ -449,7 +449,7 @@ def test_a_new_optimizer_takes_the_parameters_over():
     second = AdamW(model.parameters(), lr=0.01, gradient_release=True)
     assert hooks_of(model) == 6
     loss_of(model, 2).backward()
-    assert len(first.release._running.versions) == 0 < len(second.release._running.versions)
+    assert len(first.gradients._versions) == 0 < len(second.gradients._versions)
     first.zero_grad()
     first.step()  # nothing is left for it
     second.step()

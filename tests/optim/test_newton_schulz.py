@@ -113,7 +113,7 @@ def test_a_batch_gives_the_bits_of_single_matrices_without_onednn(own_kernels, m
 def test_gradient_release_gives_the_same_bits(monkeypatch):
     """Each parameter is stepped as soon as the next one has its gradient, so no batch has two matrices."""
     ordinary = trained()
-    monkeypatch.setattr("hf_lowprec.optim.gradient_release.buckets.BUCKET_ELEMENTS", 1)
+    monkeypatch.setattr("hf_lowprec.optim.gradients.buckets.BUCKET_ELEMENTS", 1)
     assert all(map(torch.equal, ordinary, trained(gradient_release=True)))
 
 

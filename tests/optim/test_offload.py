@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from hf_lowprec.monitor.memory_estimate import expected_memory
-from hf_lowprec.optim import AdamW, Lion, StableAdamW
+from hf_lowprec.optim import AdamW, Lion, StableAdamW, host_steps
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.offload import host_steps
-from hf_lowprec.optim.offload.host_steps import Bucket, Slot, staging_bytes
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
+from hf_lowprec.optim.host_steps import Bucket, Slot, staging_bytes
 from hf_lowprec.optim.state.fp32_weights import fp32_state_dict
 from tests.support.optim.every_optimizer import MODES, OPTIONS
 from tests.support.optim.optimizer_contents import assert_equal, everything
@@ -146,12 +145,12 @@ def test_means_over_ranks_are_copied_before_ddp_writes_to_its_bucket_again(simul
     params = [nn.Parameter(torch.ones(size, dtype=BF16)) for size in (4, 12)]
     copies, gate = simulate(0.0), threading.Event()
     optimizer = AdamW(params, offload_states=True, offload_gradients=True)
-    optimizer.collector.average_later(params)
+    optimizer.gradients.average_later(params)
     for param in params:
         param.sum().backward()
     optimizer.host_steps.submit(copies, Slot(), (), lambda: gate.wait() and ())  # the thread is busy
     bucket = torch.full((16,), 3.0, dtype=BF16)
-    assert optimizer.collector.take_means(params, bucket.split([4, 12])) == [True, True]
+    assert optimizer.gradients.take_means(params, bucket.split([4, 12])) == [True, True]
     bucket.fill_(7.0)
     gate.set()
     assert float(optimizer.global_grad_norm()) == 12.0

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import AdamW, host_steps
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.offload import host_steps
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from tests.support.optim.every_optimizer import MODES, OPTIONS
 from tests.support.optim.optimizer_contents import assert_equal, everything
 from tests.support.optim.simulated_copies import simulate_device

@@ -8,7 +8,7 @@ from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.optim.backends.triton import tables as triton_tables
 from hf_lowprec.optim.backends.triton.tables import BOUNDARY, DeviceTables, divide
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from tests.support.triton_available import InPlaceOfAKernel, quiet_interpreter, require_triton
 
 require_triton()

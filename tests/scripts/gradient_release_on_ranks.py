@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.offload import host_steps
+from hf_lowprec.optim import host_steps
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.same_batches import build
 from tests.scripts.trainer_ranks import digest, text
@@ -49,7 +49,7 @@ def train(
     everything, alive, norms = sum(map(torch.Tensor.numel, params)), MostAlive(params), []
     rows = text(64)
     for step in range(STEPS):
-        if step == 1 and optimizer.optimizer.collector is not None:  # DDP chooses its buckets in the first step
+        if step == 1 and optimizer.optimizer.gradient_release:  # DDP chooses its buckets in the first step
             optimizer.optimizer.before_part.append(alive)
         for micro_batch in range(micro_batches):
             tokens = torch.stack([row["input_ids"] for row in rows[2 * step + micro_batch : 2 * step + 2]])

@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_map_only
 
 import hf_lowprec
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
-from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.gradient_release import buckets
-from hf_lowprec.optim.offload import host_steps
+from hf_lowprec.optim import AdamW, host_steps
+from hf_lowprec.optim.gradients import buckets
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.state.fp32_weights import fp32_state_dict, keep_low_bits
 from hf_lowprec.reduction import GradientAccumulator, reduce_in_fp32, reduce_scatter_in_fp32

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, StableAdamW
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from tests.support.chosen_cases import EVERY_CASE, one_in_turn
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.shards import has_shard_of, shard

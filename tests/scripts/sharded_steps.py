@@ -18,7 +18,7 @@ import hf_lowprec
 from hf_lowprec import fp32_state_dict
 from hf_lowprec.monitor.step_precision import SUMS
 from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, ScheduleFreeAdamW, StableAdamW
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_bits

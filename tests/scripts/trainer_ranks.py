@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from tests.scripts import sharded_at_load

@@ -40,8 +40,7 @@ from hf_lowprec.integrations.carry_low_bits import TakenLowBits, give_low_bits, 
 from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.gradient_release.collector import collector_of
-from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.ddp import reduce_in_fp32
@@ -403,7 +402,7 @@ def _clip_grad_norm_(
                     "only if accelerator.sync_gradients"
                 )
             comparison.compare(optimizer, max_norm)
-            is_unknown = gradient_release_of(optimizer) and max_norm == math.inf and optimizer.clip == "exact"
+            is_unknown = collector.stepped_in_parts and max_norm == math.inf and optimizer.clip == "exact"
             return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
         if ids_with_grad == {id(param) for param in stepped if param.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as this is

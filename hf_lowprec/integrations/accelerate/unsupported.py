@@ -14,7 +14,7 @@ from hf_lowprec.casting.earlier_casts import runs_under_autocast
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load, prepared_models
 from hf_lowprec.integrations.collect_after_reduction import data_parallel_wrappers
 from hf_lowprec.integrations.deepspeed.config import check_config
-from hf_lowprec.optim.gradient_release.collector import GradientCollector
+from hf_lowprec.optim.gradients.collector import GradientCollector
 from hf_lowprec.reduction.fsdp2 import check_nccl
 
 _SUPPORTED = {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.gradients.collector import collector_of
 
 BF16_FLAGS = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
 """With these, DeepSpeed gives an optimizer its partition in BF16; without the last two, an FP32 copy of it."""
@@ -73,9 +74,7 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
         raise ValueError(
             f"{name} changes weights in eval(), but DeepSpeed would not copy them into the model; use AdamW"
         )
-    if optimizer.collector is not None:
-        raise ValueError(
-            f"{optimizer.collector.argument}: DeepSpeed averages gradients after the backward pass; remove it"
-        )
+    if collector := collector_of(optimizer):
+        raise ValueError(f"{collector.argument}: DeepSpeed averages gradients after the backward pass; remove it")
     if optimizer.state:
         raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

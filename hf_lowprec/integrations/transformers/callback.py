@@ -32,8 +32,7 @@ from hf_lowprec.integrations.transformers.run_monitor import RunMonitor
 from hf_lowprec.monitor.rules import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
-from hf_lowprec.optim.gradient_release.collector import collector_of
-from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.fp32_weights import keep_low_bits, reset_low_bits_of_other_weights
@@ -206,9 +205,9 @@ class LowPrecisionCallback(TrainerCallback):
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
         check_built_optimizer(args, optimizer)
-        if gradient_release_of(optimizer):
-            check_gradient_release(args, args.max_grad_norm, optimizer.clip)
         if collector := collector_of(optimizer):
+            if collector.stepped_in_parts:
+                check_gradient_release(args, args.max_grad_norm, optimizer.clip)
             collector.start()  # the last run of this Trainer has stopped it
         self._monitor.close()
         watched = optimizer if self.log_lost_updates else None

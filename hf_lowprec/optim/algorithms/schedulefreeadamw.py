@@ -139,8 +139,8 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
     @without_grad
     def _set_mode(self, train: bool) -> None:
         groups = [group for group in self.param_groups if group.get("train_mode", True) != train]
-        if groups and self.release is not None:
-            self.release.check_between_steps("train()" if train else "eval()")
+        if groups:
+            self.gradients.check_between_steps("train()" if train else "eval()")
         with interrupts.deferred():
             for group in groups:
                 factor = (1 / group["betas"][0] - 1) * (1 if train else -1)  # y - x = (1/β1 - 1)·(z - y)

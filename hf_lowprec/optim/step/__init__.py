@@ -12,6 +12,6 @@
    matrix or a few small ones at a time.
 7. Step counts are incremented, contiguous copies are copied back, and `StepPlan.release` releases the gradients.
 
-With `gradient_release`, `optim/gradient_release/` takes the same path for some parameters at a time, during the
-backward pass, and `delayed_clipping.py` clips.
+With `gradient_release`, `optim/gradients/release.py` takes the same path for some parameters at a time, during the
+backward pass, and `DelayedClipping` of `clipping.py` clips.
 """

@@ -6,7 +6,8 @@ unsharded one. (Summed in one FP32 variable, as `torch.linalg.vector_norm` does 
 by 6e-4.)
 
 A norm is computed by `clip_grad_norm_`, by `global_grad_norm`, or by the step itself if it needs one and neither was
-called. `GradientClipping` holds what the first two computed until a step takes the gradients.
+called. `GradientClipping` holds what the first two computed until a step takes the gradients. `DelayedClipping`, for
+gradients that never exist all at once, clips by the norm of the step before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.private_torch_apis import local_tensors, without_torch_function
-from hf_lowprec.optim.sharding import local_shard, sum_over_shards
+from hf_lowprec.optim.sharding import Sharding, local_shard, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 
@@ -58,30 +59,34 @@ def square_sum_of(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def global_norm(backend_steps: Sequence[BackendStep]) -> Tensor:
+Squares = tuple[Sharding | None, Tensor]
+"""How gradients are sharded, and the sum of the squares of this rank's part of them, an FP64 scalar."""
+
+
+def global_norm(squares: Sequence[Squares]) -> Tensor:
     """The norm of all gradients, over all groups and shards; FP32 scalar.
 
     It is on the device of the first group, or on the CPU if there are no groups. What is not finite in one replica of a
     shard reaches all ranks over which other gradients are sharded: they skip a step together.
     """
-    if not backend_steps:
+    if not squares:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    sums: dict[BackendStep, Tensor] = {}
+    sums = [part for _, part in squares]
     spread: Tensor | None = None
-    for step in sorted(backend_steps, key=_count_of_shards):
-        part, sharding = step.square_sum(), step.fused_group.sharding
-        if spread is not None:
-            part = part + spread.to(part.device)
-        sums[step] = sum_over_shards(part, sharding)
+    for k, (sharding, part) in sorted(enumerate(squares), key=_count_of_shards):
+        sums[k] = sum_over_shards(part if spread is None else part + spread.to(part.device), sharding)
         if sharding is not None:
-            spread = 0 * sums[step]  # NaN, or nothing
-    first = sums[backend_steps[0]].device
-    return torch.stack([sums[step].to(first) for step in backend_steps]).sum().sqrt().float()
+            spread = 0 * sums[k]  # NaN, or nothing
+    return torch.stack([part.to(sums[0].device) for part in sums]).sum().sqrt().float()
 
 
-def _count_of_shards(step: BackendStep) -> int:
-    sharding = step.fused_group.sharding
+def _count_of_shards(numbered: tuple[int, Squares]) -> int:
+    sharding = numbered[1][0]
     return 1 if sharding is None else math.prod(sharding.mesh.size(dim) for dim in sharding.mesh_dims)
+
+
+def _squares_of(step: BackendStep) -> Squares:
+    return step.fused_group.sharding, step.square_sum()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -118,12 +123,14 @@ class GradientClipping:
             `LowPrecisionOptimizer.begin_step_of_parts`.
         skipped_steps: number of steps left out by `skip_nonfinite`, int64 scalar on the norm's device; None before the
             first step that could have been.
+        norm_before: norm of the gradients of the step before, if the next one is clipped by it; 0 clips nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norm_before: Tensor | float = 0.0) -> None:
         self.pending: PendingClip | None = None
         self.given: Tensor | None = None
         self.skipped_steps: Tensor | None = None
+        self.norm_before = norm_before
 
     def limit(self, default: float | None, requested: float | None = None) -> float | None:
         """The norm to which the coming step clips gradients; None if it does not clip.
@@ -170,7 +177,7 @@ class GradientClipping:
 
     def _verified_norm(self, backend_steps: Sequence[BackendStep]) -> Tensor:
         """Compute the norm of all gradients. It may show that clipped gradients were written to, an error."""
-        norm = global_norm(backend_steps)
+        norm = global_norm([*map(_squares_of, backend_steps)])
         if self.pending is not None and self.pending.unverified:
             self.pending.verify(norm)
         return norm
@@ -214,6 +221,47 @@ class GradientClipping:
             if self.skipped_steps is None:
                 self.skipped_steps = torch.zeros((), dtype=torch.int64, device=norm.device)
             self.skipped_steps += ~norm.isfinite()
+
+
+class DelayedClipping(GradientClipping):
+    """Clips by the gradient norm of the step before.
+
+    The squares of every bucket are added up in FP64, in the order of the buckets, which is that of the backward pass.
+    """
+
+    def begin_step(self) -> None:
+        """Forget the buckets that have been stepped since the last step ended."""
+        self._squares: dict[tuple[Sharding | None, torch.device], Tensor] = {}
+        self._norm: Tensor | None = None
+
+    def clip_step(
+        self, backend_steps: Sequence[BackendStep], max_grad_norm: float | None, skip_nonfinite: bool
+    ) -> Tensor | None:
+        """Set the clip factors of a bucket's groups, and add up their squares. Returns None: the norm is not known."""
+        if max_grad_norm is None:
+            return None
+        for step in backend_steps:
+            group = step.fused_group
+            norm = torch.as_tensor(self.norm_before, dtype=torch.float32, device=group.device)
+            group.clip_factor = clip_factor(norm, max_grad_norm)
+            key, squares = (group.sharding, group.device), step.square_sum()
+            self._squares[key] = self._squares[key] + squares if key in self._squares else squares
+        return None
+
+    def norm(self) -> Tensor:
+        """The norm of the running step's gradients before clipping, over all shards; called after the last bucket.
+
+        A collective, if parameters are sharded: all ranks must call it.
+        """
+        if self._norm is None and self._squares:
+            keys = sorted(self._squares, key=lambda key: str(key[1]))  # threads of several devices have no fixed order
+            self._norm = global_norm([(key[0], self._squares[key]) for key in keys])
+        return global_norm([]) if self._norm is None else self._norm
+
+    def end_step(self) -> Tensor:
+        """End the running step, and return its norm, by which the next one is clipped."""
+        self.norm_before = norm = self.norm()
+        return norm
 
 
 class PendingClip:

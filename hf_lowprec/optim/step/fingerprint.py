@@ -35,7 +35,7 @@ class Fingerprint:
     Args:
         optimizer: whose parameters have gradients.
         clipped: whether gradients are clipped.
-        param_ids: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
+        param_ids: identities of the parameters to step, if not all that have gradients; see `gradients/release.py`.
         stepped: the parameters that the plan steps.
         states: their states, in any order.
     """

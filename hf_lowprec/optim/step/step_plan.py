@@ -52,7 +52,7 @@ class StepPlan:
     Args:
         optimizer: whose parameters have gradients.
         clipped: whether gradients are clipped.
-        param_ids: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
+        param_ids: identities of the parameters to step, if not all that have gradients; see `gradients/release.py`.
 
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.

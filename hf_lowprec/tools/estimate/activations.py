@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
-from hf_lowprec.optim.gradient_release.buckets import GradientBucket
+from hf_lowprec.optim.gradients.buckets import GradientBucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,8 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.backends.eager import EagerStep
 from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
-from hf_lowprec.optim.offload.host_steps import staging_bytes
+from hf_lowprec.optim.gradients.collector import collector_of
+from hf_lowprec.optim.host_steps import staging_bytes
 from hf_lowprec.optim.step.factored_moments import compute_factors
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
@@ -123,8 +124,7 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
             )
         optimizer = cls(model.parameters(), **kwargs)
         memory = expected_memory(model, optimizer)
-        if optimizer.collector is not None:
-            optimizer.collector.stop()
+        optimizer.gradients.stop()
     trained = _trained(model)
     accumulation = accumulator_bytes(trained) if mode == "fp32" else _whole_gradients(trained, gpus, steps)
     on_host = 0, 0, 0
@@ -133,7 +133,7 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
         gradients = sum(param.nbytes for param in trained) if waits else 0
         on_host = memory.state.total(), gradients, staging_bytes(trained, waits)
         memory = replace(memory, state=Counter())
-    return Row(name, memory, accumulation, step_peak(optimizer), None, *on_host, optimizer.collector is not None)
+    return Row(name, memory, accumulation, step_peak(optimizer), None, *on_host, collector_of(optimizer) is not None)
 
 
 def _trained(model: nn.Module) -> list[Tensor]:

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.integrations.accelerate import private_apis
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from tests.support.chosen_cases import nightly_except
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
-from hf_lowprec.optim.offload import host_steps
+from hf_lowprec.optim import host_steps
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from tests.support.optim.simulated_copies import simulate_device
 from tests.support.training.tiny_trainer import trained
 

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 from hf_lowprec import export_checkpoint, fp32_state_dict
 from hf_lowprec.integrations.transformers import callback, private_apis
 from hf_lowprec.integrations.transformers.checkpoints import load
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.optim.state.saved_formats import LOW_BITS
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from hf_lowprec.rounding.nearest import spacing

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.offload import device_copies
-from hf_lowprec.optim.offload.device_copies import DeviceCopies, Pair
+from hf_lowprec.optim import host_steps
+from hf_lowprec.optim.host_steps import DeviceCopies, Pair
 
 GARBAGE = 0xFF
 """Every byte of memory that has not been written to: NaN, or -1."""
@@ -114,8 +114,8 @@ class SimulatedCopies(DeviceCopies):
 def simulate_device(patch: pytest.MonkeyPatch, share: float = 0.5, seed: int = 0) -> SimulatedCopies:
     """Treat the CPU as a device; returns its copies."""
     copies = SimulatedCopies(share, seed)
-    patch.setattr(device_copies, "is_host", lambda device: False)
-    patch.setattr(device_copies, "DeviceCopies", lambda device: copies)
+    patch.setattr(host_steps, "is_host", lambda device: False)
+    patch.setattr(host_steps, "DeviceCopies", lambda device: copies)
     return copies
 
 

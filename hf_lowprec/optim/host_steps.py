@@ -1,9 +1,9 @@
 """Steps on the host for parameters on a device.
 
 Parameters are stepped bucket by bucket: weights and gradients of a bucket are copied to the host, unless gradients are
-there already (`gradients.py`). A thread steps them there by an ordinary backend of the CPU, and the new weights are
-copied back. Meanwhile the device computes, for example the rest of the backward pass, and the next bucket is copied. A
-few buckets share the host's staging memory in turn.
+there already (`gradients/offload.py`). A thread steps them there by an ordinary backend of the CPU, and the new weights
+are copied back. Meanwhile the device computes, for example the rest of the backward pass, and the next bucket is
+copied. A few buckets share the host's staging memory in turn.
 
 The states never leave the host, so a parameter's states and its weight are always of the same step once `finish` has
 returned.
@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.gradient_release import buckets
-from hf_lowprec.optim.offload import device_copies
-from hf_lowprec.optim.offload.device_copies import DeviceCopies, Pair
+from hf_lowprec.optim.gradients import buckets
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import square_sum
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -33,6 +31,65 @@ BUCKET_ELEMENTS = 1 << 24
 SLOTS = 3
 """Buckets that are on the host at once: one is fetched, one is stepped, and one is sent back."""
 _LINE = 64
+
+Pair = tuple[Tensor, Tensor]
+"""A target, and the source that is copied to it; of one shape and dtype."""
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors on `device` are in host memory already."""
+    return device.type == "cpu"
+
+
+class DeviceCopies:
+    """Copies between the host and a device, on two streams of their own, so that they overlap with computation.
+
+    The device is a GPU or another one whose module in torch has streams.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._to_host, self._to_device = (self._module.Stream(device=device) for _ in range(2))
+
+    def host_memory(self, size: int) -> Tensor:
+        """Memory on the host from which and to which copies are asynchronous; uint8 of shape (size)."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def fetch(self, pairs: Iterable[Pair]) -> Any:
+        """Copy from the device once what the current stream has been given so far is computed.
+
+        Returns:
+            An event for `wait`. Sources may be freed at once, and targets may be read after it.
+        """
+        self._to_host.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._to_host):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._to_host)
+            return self._to_host.record_event()
+
+    def send(self, pairs: Iterable[Pair]) -> Any:
+        """Copy to the device; returns an event for `wait`, after which sources may be written to."""
+        with self._module.device(self._device), self._module.stream(self._to_device):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._to_device.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Wait on the host for an event."""
+        event.synchronize()
+
+    def order_after(self, event: Any) -> None:
+        """Let the current stream wait for an event, so that what it computes from now on may write to the sources."""
+        self._module.current_stream(self._device).wait_event(event)
+
+    def make_visible(self) -> None:
+        """Let the current stream wait for all copies to the device so far."""
+        self._module.current_stream(self._device).wait_stream(self._to_device)
 
 
 class Slot:
@@ -72,7 +129,7 @@ class HostSteps:
     def copies(self, device: torch.device) -> DeviceCopies:
         """The copies of `device`."""
         if device not in self._copies:
-            self._copies[device] = device_copies.DeviceCopies(device)
+            self._copies[device] = DeviceCopies(device)
         return self._copies[device]
 
     def next_slot(self) -> Slot:
@@ -146,7 +203,7 @@ class OffloadedStep(BackendStep):
         gradients_on_host: bool,
     ) -> None:
         super().__init__(fused_group)
-        if device_copies.is_host(fused_group.device):
+        if is_host(fused_group.device):
             raise ValueError(
                 "offload_states=True keeps the states of parameters on a GPU in host memory, but a parameter is on the "
                 "CPU, where its states are in any case; build the optimizer without it, or move the model first"

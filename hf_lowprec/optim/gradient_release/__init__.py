@@ -1,1 +1,0 @@
-"""Steps parameters during the backward pass, so that their gradients can be freed."""
