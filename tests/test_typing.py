@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.integrations.export.model_folder import ExportDtype, parse_dtype
+from hf_lowprec.integrations.export.save_pretrained import ExportDtype, parse_dtype
 from hf_lowprec.optim import ALGORITHMS
 from hf_lowprec.optim.algorithms.muon import AdjustLr
 from hf_lowprec.optim.arguments import Backend

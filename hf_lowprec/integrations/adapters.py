@@ -1,8 +1,12 @@
-"""Asks a model about its adapters, by attributes that PEFT and transformers document."""
+"""Asks a model about its adapters, by attributes and functions that PEFT and transformers document."""
 
 from __future__ import annotations
 
-from torch import nn
+import warnings
+from collections.abc import Container
+from typing import Any
+
+from torch import Tensor, nn
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -13,3 +17,18 @@ def is_peft(model: nn.Module) -> bool:
 def has_adapters(model: nn.Module) -> bool:
     """Return whether `model` is a PEFT model, or was given adapters by its own `add_adapter` or `load_adapter`."""
     return bool(getattr(model, "peft_config", None))
+
+
+def saved_adapters(
+    model: Any, state_dict: dict[str, Tensor], left_out: Container[str] = ()
+) -> dict[str, dict[str, Tensor]]:
+    """What PEFT saves of the adapters of `model` with this state dict: for each adapter, tensors by name."""
+    from peft import get_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # saving the model warns again
+        return {
+            adapter: get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter)
+            for adapter in model.peft_config
+            if adapter not in left_out
+        }

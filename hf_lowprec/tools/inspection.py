@@ -18,8 +18,7 @@ from transformers import Trainer
 
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, StoredParameter, read_optimizers
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
-from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import LazyTensors, open_weights
 from hf_lowprec.integrations.export.parameter_names import read_parameter_names
 from hf_lowprec.integrations.transformers.named_models import build_empty_model, find_model_folder, load_config
 from hf_lowprec.monitor.rules import FAULTS, LOST, Finding, fp32_among_16_bits, names_to_cast, report
@@ -152,7 +151,7 @@ class Checkpoint(NamedTuple):
     """
 
     folder: Path
-    weights: StoredTensors
+    weights: LazyTensors
     trained: dict[str, Trained]
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import LazyTensors
 from hf_lowprec.monitor.rules import LOST
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
@@ -134,7 +134,7 @@ def _learning_rates(args: TrainingArguments) -> list[float]:
 
 
 @torch.no_grad()
-def count_weights(weights: StoredTensors) -> Tensor:
+def count_weights(weights: LazyTensors) -> Tensor:
     """Read the weights of a model that training stores in 16 bits, all but norms, and count their spacings.
 
     Returns:

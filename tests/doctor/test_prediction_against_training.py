@@ -18,7 +18,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import open_weights
 from hf_lowprec.tools.prediction import count_weights, plan_run, predict_rounding
 from tests.support.training.tiny_trainer import arguments, optimizer_of
 

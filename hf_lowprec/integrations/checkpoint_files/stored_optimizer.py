@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
+    SHARDED_STATE,
     ShardedFolder,
     TensorInfo,
     explain_unreadable,
@@ -24,7 +25,7 @@ from hf_lowprec.rounding.low_bits import fp32_value
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
-_FIRST_OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0")  # Trainer's, accelerate's, that of FSDP2
+_FIRST_OPTIMIZER = ("optimizer.pt", "optimizer.bin", SHARDED_STATE)  # Trainer's, accelerate's, that of FSDP2
 
 
 class StoredParameter(NamedTuple):
@@ -84,19 +85,18 @@ class StoredOptimizer(NamedTuple):
         return any(parameter.refines for group in self.parameters for parameter in group)
 
 
-def read_optimizers(folder: Path, names: ParameterNames | None) -> list[StoredOptimizer]:
+def read_optimizers(folder: Path, names: ParameterNames) -> list[StoredOptimizer]:
     """Read all optimizers in a checkpoint. Tensors are read only when asked for.
 
     Args:
         folder: the checkpoint.
-        names: the names of their parameters, if the checkpoint has them.
+        names: the names of their parameters, as far as the checkpoint has them.
 
     Raises:
         ValueError: see `read_optimizer`.
     """
     found = []
-    for k in range(max(1, len(names.optimizers) if names else 0)):
-        of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
+    for k, of_optimizer in enumerate(names.optimizers or [None]):
         for name in (f"optimizer_{k}.bin", f"optimizer_{k}") if k else _FIRST_OPTIMIZER:
             if (folder / name).exists():
                 found.append(read_optimizer(folder / name, of_optimizer))
@@ -115,30 +115,22 @@ def read_optimizer(path: Path, names: list[list[str | None]] | None = None) -> S
         ValueError: it cannot be read, is not the state dict of an optimizer, or `names` belong to another one.
     """
     with explain_unreadable(path):
-        return _read_folder(ShardedFolder(path)) if path.is_dir() else _read_file(path, names)
-
-
-def _read_file(path: Path, names: list[list[str | None]] | None) -> StoredOptimizer:
-    saved = load_mapped(path)
-    if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
-        raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
-    sizes = [len(group["params"]) for group in saved[_GROUPS]]
-    if names is not None and [*map(len, names)] != sizes:
-        raise ValueError(
-            f"{path.parent / PARAMETERS_NAME} names {[*map(len, names)]} parameters in its groups, but {path.name} has "
-            f"{sizes}: they are from different checkpoints"
-        )
-    return _stored_optimizer(saved, lambda key, state: saved[_STATE][key][state], names)
-
-
-def _read_folder(folder: ShardedFolder) -> StoredOptimizer:
-    saved = folder.outline("optimizer")
-    groups = [group for _, group in sorted(saved.get(_GROUPS, {}).items())]
-    return _stored_optimizer(
-        {_STATE: saved.get(_STATE, {}), _GROUPS: groups},
-        lambda key, state: folder.read(("optimizer", _STATE, key, state)),
-        None,
-    )
+        if path.is_dir():
+            folder = ShardedFolder(path)
+            saved = folder.outline("optimizer")
+            groups = [group for _, group in sorted(saved.get(_GROUPS, {}).items())]
+            states = {_STATE: saved.get(_STATE, {}), _GROUPS: groups}
+            return _stored_optimizer(states, lambda key, state: folder.read(("optimizer", _STATE, key, state)), None)
+        saved = load_mapped(path)
+        if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
+            raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
+        sizes = [len(group["params"]) for group in saved[_GROUPS]]
+        if names is not None and [*map(len, names)] != sizes:
+            raise ValueError(
+                f"{path.parent / PARAMETERS_NAME} names {[*map(len, names)]} parameters in its groups, but {path.name} "
+                f"has {sizes}: they are from different checkpoints"
+            )
+        return _stored_optimizer(saved, lambda key, state: saved[_STATE][key][state], names)
 
 
 def _stored_optimizer(

@@ -1,39 +1,55 @@
-"""Reads single tensors from the files of a checkpoint, without loading the rest."""
+"""Reads single tensors from the files of a checkpoint, without loading the rest, and finds its weights.
+
+A folder may be a model, an adapter, or a checkpoint, with weights in one file, several files or sharded.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hf_lowprec.integrations.checkpoint_files.input_files import InputError, path_inside
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, path_inside, read_json
 
-
-class UnreadableError(InputError):
-    """A file or folder of a checkpoint cannot be read."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SHARDED_WEIGHTS, SHARDED_STATE = "pytorch_model_fsdp_0", "optimizer_0"
+"""The folders into which FSDP2 with sharded state dicts writes, and each rank of a model sharded at load its shards."""
+ZERO_STATES = "*/*_optim_states.pt"
+"""The files of DeepSpeed's ZeRO optimizers, one for each rank."""
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = (
+    *("model.safetensors", ADAPTER_WEIGHTS, _INDEX, SHARDED_WEIGHTS),
+    *("pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin"),
+)
+"""The names of weights in a folder; the first one that exists is read."""
 
 
 @contextmanager
 def explain_unreadable(
     path: Path, errors: tuple[type[BaseException], ...] = (Exception, CheckpointException)
 ) -> Iterator[None]:
-    """Turn errors of a reader inside into an `UnreadableError`; torch's own is not an `Exception`."""
+    """Turn errors of a reader inside into an `InputError`; torch's own is not an `Exception`."""
     try:
         yield
-    except UnreadableError:
+    except InputError:
         raise
     except errors as error:
-        raise UnreadableError(f"{path} cannot be read: {_reason(error)}") from error
+        raise InputError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -51,47 +67,64 @@ def _refusal(name: str) -> str:
 
 
 class TensorInfo(NamedTuple):
-    """Facts of a stored tensor that are known before it is read."""
+    """Facts of a tensor that are known before it is read."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-class StoredTensors(NamedTuple):
-    """The tensors of some files by name.
+class LazyTensors(NamedTuple):
+    """Tensors by name, each of which is read, or computed, when it is asked for.
 
     Attributes:
         infos: the shape and dtype of each.
-        read: reads one of them to the CPU.
+        read: reads one of them; from files, to the CPU.
     """
 
     infos: dict[str, TensorInfo]
     read: Callable[[str], Tensor]
 
+    def renamed(self, stored_names: Mapping[str, str]) -> LazyTensors:
+        """The tensors under other names: the keys of `stored_names`, whose values are the present ones."""
+        infos = {name: self.infos[stored_name] for name, stored_name in stored_names.items()}
+        return LazyTensors(infos, lambda name: self.read(stored_names[name]))
 
-def open_safetensors(paths: Iterable[Path]) -> StoredTensors:
-    """The tensors of safetensors files.
+
+def open_weights(folder: Path) -> LazyTensors:
+    """Open the weights in `folder`; each tensor is read when it is asked for.
 
     Raises:
-        UnreadableError: a file is damaged.
+        ValueError: there are none, or they cannot be read.
     """
+    path = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
+    if path is None:
+        raise ValueError(
+            f"{str(folder)!r} has no weights that can be read (model.safetensors, {ADAPTER_WEIGHTS}, "
+            f"{SHARDED_WEIGHTS}, pytorch_model.bin); pass a checkpoint of Trainer or of Accelerator.save_state"
+        )
+    if path.name == SHARDED_WEIGHTS:
+        return ShardedFolder(path).tensors("model")
+    tensors: dict[str, Tensor] = {}
     infos: dict[str, TensorInfo] = {}
-    files: dict[str, Any] = {}
-    for path in paths:
-        with explain_unreadable(path):
-            file = safe_open(path, framework="pt")
-            for name in sorted(file.keys()):
-                part = file.get_slice(name)
-                dtype = _SAFETENSORS_DTYPES.get(part.get_dtype()) or file.get_tensor(name).dtype
-                infos[name] = TensorInfo(torch.Size(part.get_shape()), dtype)
-                files[name] = file
-    return StoredTensors(infos, lambda name: files[name].get_tensor(name))
+    for file in _files_of_index(path) if path.name == _INDEX else [path]:
+        with explain_unreadable(file):  # both readers map the file into memory
+            loaded = load_file(file) if file.suffix == ".safetensors" else load_mapped(file)
+            infos |= {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in sorted(loaded.items())}
+            tensors |= loaded
+    return LazyTensors(infos, tensors.__getitem__)
 
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+def _files_of_index(index: Path) -> list[Path]:
+    """The files over which an index says that weights are split.
+
+    Raises:
+        InputError: it is damaged, or names files outside of its folder.
+    """
+    with explain_unreadable(index):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no weight_map")
+        return [path_inside(index.parent, name, "weight_map") for name in sorted(set(map(str, weight_map.values())))]
 
 
 def load_mapped(path: Path, classes: Sequence[type] = ()) -> Any:
@@ -102,7 +135,7 @@ def load_mapped(path: Path, classes: Sequence[type] = ()) -> Any:
         classes: the classes whose objects it may hold, besides data.
 
     Raises:
-        UnreadableError: it is damaged, or holds anything else.
+        InputError: it is damaged, or holds anything else.
     """
     with explain_unreadable(path), torch.serialization.safe_globals([*classes]):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -137,7 +170,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read the metadata of a folder of `torch.distributed.checkpoint`. torch's own function runs what the file names.
 
     Raises:
-        UnreadableError: the file is damaged, or names anything but metadata, or files outside of the folder.
+        InputError: the file is damaged, or names anything but metadata, or files outside of the folder.
     """
     path = folder / ".metadata"
     with explain_unreadable(path), path.open("rb") as file:
@@ -157,44 +190,33 @@ class ShardedFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        class Reader(FileSystemReader):
-            """Reads the metadata once, not once for every tensor."""
-
-            def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-                return metadata
-
         metadata = read_metadata(folder)
         self._folder = folder
-        self._objects = {key for key, one in metadata.state_dict_metadata.items() if _info(one) is None}
-        self._reader = Reader(folder)
+        self._reader = FileSystemReader(folder)
+        self._reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]  # once, not for every tensor
         with explain_unreadable(folder / ".metadata"):
-            stored = metadata.state_dict_metadata
-            self._keys = {path: key for key, path in metadata.planner_data.items() if key in stored}
-            self.infos = {path: _info(stored[key]) for path, key in self._keys.items()}
+            self._infos = {key: _info(stored) for key, stored in metadata.state_dict_metadata.items()}
+            self._keys = {path: key for key, path in metadata.planner_data.items() if key in self._infos}
+        self.infos = {path: self._infos[key] for path, key in self._keys.items()}
 
     def read(self, path: tuple[Any, ...]) -> Any:
         """Read one tensor or object.
 
         Raises:
-            UnreadableError: it is damaged, or an object holds anything but data.
+            InputError: it is damaged, or an object holds anything but data.
         """
-        key = self._keys[path]
-        return self._load({key: _empty(self.infos[path], "cpu")})[key]
+        return self._load([self._keys[path]])[self._keys[path]]
 
     def outline(self, root: str) -> dict[Any, Any]:
         """The nested dict `root` of the state dict, lists as dicts; only tensors of several elements lack their values.
 
         Raises:
-            UnreadableError: an object is damaged, or holds anything but data.
+            InputError: an object is damaged, or holds anything but data.
         """
         keys = {path: key for path, key in self._keys.items() if path[0] == root}
-        values = {
-            key: _empty(info := self.infos[path], "meta" if info is not None and info.shape.numel() > 1 else "cpu")
-            for path, key in keys.items()
-        }
-        values |= self._load({key: value for key, value in values.items() if value is None or not value.is_meta})
+        large = {key: info for key in keys.values() if (info := self._infos[key]) and info.shape.numel() > 1}
+        values = self._load(keys.values() - large.keys())
+        values |= {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in large.items()}
         found: dict[Any, Any] = {}
         for path, key in keys.items():
             inner = found
@@ -203,40 +225,99 @@ class ShardedFolder:
             inner[path[-1]] = values[key]
         return found
 
-    def tensors(self, root: str) -> StoredTensors:
+    def tensors(self, root: str) -> LazyTensors:
         """The tensors whose paths are `(root, name)`."""
-        infos = {path[1:]: info for path, info in self.infos.items() if path[0] == root and info is not None}
-        return StoredTensors(
-            {path[0]: info for path, info in infos.items() if len(path) == 1}, lambda name: self.read((root, name))
-        )
+        infos = {path[1]: info for path, info in self.infos.items() if path[0] == root and len(path) == 2 and info}
+        return LazyTensors(infos, lambda name: self.read((root, name)))
 
     def check_objects(self) -> None:
-        """Raise UnreadableError if an object that is no tensor is damaged, or holds anything but data.
+        """Raise InputError if an object that is no tensor is damaged, or holds anything but data.
 
         torch's own reader, with which Trainer resumes, runs what it names.
         """
-        self._load(dict.fromkeys(self._objects))
+        self._load(key for key, info in self._infos.items() if info is None)
 
-    def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the values of `state_dict`."""
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        class Planner(DefaultLoadPlanner):
-            def load_bytes(self, read_item: Any, value: Any) -> None:
-                torch.load(value, weights_only=True)  # raises an error where what follows would run anything
-                value.seek(0)
-                super().load_bytes(read_item, value)
-
+    def _load(self, keys: Iterable[str]) -> dict[str, Any]:
+        infos = {key: self._infos[key] for key in keys}
+        values = {
+            key: None if info is None else torch.empty(info.shape, dtype=info.dtype) for key, info in infos.items()
+        }
         with explain_unreadable(self._folder), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is no process group
-            load(state_dict, storage_reader=self._reader, planner=Planner(), no_dist=True)
-        return state_dict
+            state_dict_loader.load(values, storage_reader=self._reader, planner=_DataOnlyPlanner(), no_dist=True)
+        return values
+
+
+class _DataOnlyPlanner(DefaultLoadPlanner):
+    """Loads no object that would run anything."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        torch.load(value, weights_only=True)  # raises an error where what follows would run anything
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 def _info(stored: Any) -> TensorInfo | None:
     return TensorInfo(stored.size, stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
 
 
-def _empty(info: TensorInfo | None, device: str) -> Tensor | None:
-    return None if info is None else torch.empty(info.shape, dtype=info.dtype, device=device)
+def is_zero_checkpoint(folder: Path) -> bool:
+    """Return whether DeepSpeed has saved a ZeRO optimizer in `folder`."""
+    return any(folder.glob(ZERO_STATES))
+
+
+def read_zero_states(checkpoint: Path, tag: str | None = None) -> tuple[Path, int, int]:
+    """Check that a checkpoint of DeepSpeed is whole and holds data alone: DeepSpeed itself runs what its files name.
+
+    Args:
+        checkpoint: the folder with the file `latest`.
+        tag: the name of the folder in it that has the states; the one that `latest` names by default.
+
+    Returns:
+        The folder with the states, the number of ranks that saved them, and the stage of ZeRO, both 0 without it.
+
+    Raises:
+        ValueError: `latest` names a folder outside of the checkpoint; or a file is missing, is damaged, or holds
+            anything but data.
+    """
+    from hf_lowprec.integrations.deepspeed.private_apis import SAVED_CLASSES, saved_by
+
+    with explain_unreadable(checkpoint / "latest"):
+        folder = checkpoint / tag if tag else path_inside(checkpoint, (checkpoint / "latest").read_text().strip(), "it")
+    ranks, stage, files = 0, 0, {file.name: file for file in sorted(folder.glob("*_states.pt"))}
+    for name, file in files.items():
+        saved = load_mapped(file, SAVED_CLASSES)
+        if name.endswith("_optim_states.pt"):
+            with explain_unreadable(file):
+                ranks, stage = saved_by(saved)
+    names = {*files, "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"}
+    names = {re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", name) for name in names for rank in range(max(ranks, 1))}
+    if missing := sorted(names - files.keys()):
+        whole = f"a whole checkpoint of {ranks} ranks under ZeRO {stage}" if ranks else "a checkpoint of DeepSpeed"
+        raise ValueError(f"{str(folder)!r} is not {whole}: {', '.join(missing)} is missing")
+    return folder, ranks, stage
+
+
+def open_zero_weights(folder: Path) -> LazyTensors:
+    """Open the FP32 weights in the optimizer states of a ZeRO checkpoint, with the dtypes that training has stored.
+
+    DeepSpeed reads them, after `read_zero_states`.
+
+    Raises:
+        ValueError: DeepSpeed is missing, or the weights cannot be read.
+    """
+    try:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    except ImportError as error:
+        raise ValueError(
+            f"{str(folder)!r} was saved by DeepSpeed, which reads it: pip install deepspeed ({error})"
+        ) from error
+    states, _, _ = read_zero_states(folder)
+    with explain_unreadable(folder, (AssertionError,)), contextlib.redirect_stdout(sys.stderr):
+        tensors = get_fp32_state_dict_from_zero_checkpoint(str(states.parent), states.name, lazy_mode=True)
+    try:
+        stored = open_weights(folder).infos
+    except ValueError:  # ZeRO 3 need not save the model in 16 bits
+        stored = {}
+    infos = {name: stored.get(name, TensorInfo(tensor.shape, torch.float32)) for name, tensor in tensors.items()}
+    return LazyTensors(infos, lambda name: tensors[name].contiguous())

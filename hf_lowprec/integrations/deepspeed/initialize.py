@@ -14,7 +14,7 @@ from torch import nn
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations.carry_low_bits import taken_low_bits
-from hf_lowprec.integrations.checkpoint_files.stored_weights import read_zero_states
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import read_zero_states
 from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flags
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
 from hf_lowprec.integrations.deepspeed.private_apis import data_parallel_group, keeping_dtypes, shares_experts

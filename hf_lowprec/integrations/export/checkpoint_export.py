@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -21,24 +20,25 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError, check_links, read_json
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, StoredParameter, read_optimizers
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
-from hf_lowprec.integrations.checkpoint_files.stored_weights import (
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
     ADAPTER_WEIGHTS,
+    LazyTensors,
+    TensorInfo,
     is_zero_checkpoint,
     open_weights,
     open_zero_weights,
 )
-from hf_lowprec.integrations.export.model_folder import (
+from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, read_parameter_names
+from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
+from hf_lowprec.integrations.export.save_pretrained import (
     MAX_SHARD_SIZE,
     ExportDtype,
-    PendingTensor,
     parse_dtype,
+    save_lazy_tensors,
     saved_dtype,
-    write_model_folder,
 )
-from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
-from hf_lowprec.integrations.export.weight_layout import WeightLayout
-from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, check_files, replace_file
+from hf_lowprec.integrations.transformers import private_apis
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, check_files
 from hf_lowprec.integrations.transformers.checkpoints.resume import holds_optimizer
 from hf_lowprec.integrations.transformers.named_models import build_empty_model, load_config
 from hf_lowprec.rounding import dtype_name
@@ -74,11 +74,8 @@ class ExportReport(NamedTuple):
     notes: list[str]
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.tensors} tensors, {self.dtype}; compensation or remainder added to {self.refined} of them",
-            *self.notes,
-        ]
-        return "\n".join(lines)
+        counts = f"{self.tensors} tensors, {self.dtype}; compensation or remainder added to {self.refined} of them"
+        return "\n".join([counts, *self.notes])
 
 
 @torch.no_grad()
@@ -110,19 +107,20 @@ def export_checkpoint(
             `save_directory` is not empty. The message says what to do.
         OSError: `save_directory` cannot be written.
     """
-    source, folder, parsed = Path(checkpoint), Path(save_directory), parse_dtype(dtype)
+    source, folder, dtype = Path(checkpoint), Path(save_directory), parse_dtype(dtype)
     _check_folders(source, folder)
     names = read_parameter_names(source)
     optimizers = read_optimizers(source, names)
+    refining = _refining(optimizers)
     description = Path(model_folder) if model_folder else source
     with _removed_if_it_fails(folder):
-        if (names and names.adapters) or (description / _ADAPTER_CONFIG).is_file():
-            written = _export_adapters(source, optimizers, names, description, folder, parsed)
+        if names.adapters or (description / _ADAPTER_CONFIG).is_file():
+            written = _export_adapters(source, names.adapters or {_DEFAULT: {}}, refining, description, folder, dtype)
         else:
             weights = open_zero_weights(source) if is_zero_checkpoint(source) else open_weights(source)
-            written = _export_model(weights, optimizers, description, folder, parsed, max_shard_size)
-        _copy_description(description, folder, skipped=names.adapters if names else ())
-    return ExportReport(*written, dtype_name(parsed), _notes(source, optimizers))
+            written = _export_model(weights, refining, description, folder, dtype, max_shard_size)
+        _copy_description(description, folder)
+    return ExportReport(*written, dtype_name(dtype), _notes(source, optimizers))
 
 
 def _check_folders(checkpoint: Path, folder: Path) -> None:
@@ -175,8 +173,8 @@ def _notes(checkpoint: Path, optimizers: list[StoredOptimizer]) -> list[str]:
 
 
 def _export_model(
-    weights: StoredTensors,
-    optimizers: list[StoredOptimizer],
+    weights: LazyTensors,
+    refining: Mapping[str, StoredParameter],
     description: Path,
     folder: Path,
     dtype: torch.dtype,
@@ -188,58 +186,114 @@ def _export_model(
         The number of its tensors, and of those that were refined.
     """
     model = _empty_model(description)
-    layout = WeightLayout(model, weights)
-    refining = _by_first_name(_refining(optimizers), layout.aliases)
-    tensors = {
-        name: _pending(info, refining.get(layout.aliases[name][0]), partial(layout.read, name), dtype, name)
-        for name, info in layout.infos.items()
-    }
-    write_model_folder(model, tensors, folder, dtype, max_shard_size)
-    _write_config(description, folder, dtype)
-    generation_config = description / "generation_config.json"
-    if generation_config.is_file():
-        shutil.copyfile(generation_config, folder / generation_config.name)
-    once = {layout.aliases[name][0] for name in tensors}
-    return len(once), len(once & refining.keys())
-
-
-def _by_first_name(
-    refining: Mapping[str, StoredParameter], aliases: Mapping[str, list[str]]
-) -> dict[str, StoredParameter]:
-    """The parameters by the first of their names in the model.
-
-    Raises:
-        ValueError: the model has no such parameter.
-    """
-    unknown = [name for name in refining if name not in aliases]
-    if unknown:
+    by_tensor: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_tensor[id(tensor)].append(name)
+    tied = {name: names for names in by_tensor.values() for name in names}
+    if unknown := [name for name in refining if name not in tied]:
         raise ValueError(
             f"the optimizer has a compensation for {unknown[0]}, which the model of config.json does not have, because "
             f"it was changed after it was built; {_SCRIPT}"
         )
-    return {aliases[name][0]: parameter for name, parameter in refining.items()}
+    refining = {alias: parameter for name, parameter in refining.items() for alias in tied[name]}
+    tensors = _estimates(_in_layout_of(model, weights, tied), refining, dtype)
+    save_lazy_tensors(model, tensors, folder, dtype, max_shard_size)
+    first_names = {tied[name][0] for name in tensors.infos}
+    return len(first_names), len(first_names & refining.keys())
 
 
-def _pending(
-    info: TensorInfo, parameter: StoredParameter | None, read: partial[Tensor], dtype: torch.dtype, name: str
-) -> PendingTensor:
-    """The tensor `name` of the exported folder.
+def _estimates(weights: LazyTensors, refining: Mapping[str, StoredParameter], dtype: torch.dtype) -> LazyTensors:
+    """The FP32 estimates of `weights`, with the dtypes that they have in a folder of `dtype`.
 
     Raises:
-        ValueError: its compensation has another shape.
+        ValueError: the compensation of a weight has another shape.
     """
-    if parameter is not None and parameter.compensation is not None:
-        shape = parameter.infos[parameter.compensation].shape
-        if shape != info.shape:
+    for name, (shape, _) in weights.infos.items():
+        compensation = refining[name].compensation if name in refining else None
+        if compensation and (other := refining[name].infos[compensation].shape) != shape:
             raise ValueError(
-                f"{name} has the shape {tuple(info.shape)}, but its compensation has {tuple(shape)}: the weights and "
-                "the optimizer are from different checkpoints"
+                f"{name} has the shape {tuple(shape)}, but its compensation has {tuple(other)}: the weights and the "
+                "optimizer are from different checkpoints"
             )
 
-    def compute() -> Tensor:
-        return read() if parameter is None else parameter.estimate(read())
+    def read(name: str) -> Tensor:
+        weight = weights.read(name)
+        return refining[name].estimate(weight) if name in refining else weight
 
-    return PendingTensor(info.shape, saved_dtype(info.dtype, dtype), compute)
+    infos = {name: TensorInfo(info.shape, saved_dtype(info.dtype, dtype)) for name, info in weights.infos.items()}
+    return LazyTensors(infos, read)
+
+
+def _in_layout_of(model: Any, weights: LazyTensors, tied: Mapping[str, list[str]]) -> LazyTensors:
+    """The weights of a checkpoint under the names and in the shapes that they have in `model`, as optimizer states do.
+
+    transformers saves some models in another layout than it trains them in: names are others, matrices are transposed,
+    and experts, which are one tensor in the model, are several in its files.
+
+    Args:
+        model: the model; it may be on the meta device.
+        weights: the checkpoint's weights, in the layout of the model or in that of its files.
+        tied: the names of each tensor of the model, by each of them.
+
+    Returns:
+        The tensors of the model, without those that transformers does not save.
+
+    Raises:
+        ValueError: the checkpoint lacks one of them.
+    """
+    tensors = model.state_dict()
+    recorded = RecordedOperations(tensors)
+    with recorded:
+        saved = private_apis.in_saved_layout(model, recorded.tensors)
+    parts_of: dict[str, list[str]] = {name: [] for name in tensors}
+    for part, tensor in saved.items():
+        for name in recorded.sources_of(tensor):
+            parts_of[name].append(part)
+
+    def has(name: str, like: Tensor) -> bool:
+        return name in weights.infos and weights.infos[name].shape == like.shape
+
+    def has_parts(name: str) -> bool:
+        return bool(parts_of[name]) and all(has(part, saved[part]) for part in parts_of[name])
+
+    stored_names: dict[str, str] = {}
+    converted: dict[str, str] = {}
+    infos: dict[str, TensorInfo] = {}
+    for name, tensor in tensors.items():
+        if stored := [alias for alias in tied[name] if has(alias, tensor)]:
+            stored_names[name] = stored[0]
+            infos[name] = weights.infos[stored[0]]
+        elif stored := [*filter(has_parts, tied[name])]:
+            converted[name] = stored[0]
+            dtypes = {weights.infos[part].dtype for part in parts_of[stored[0]]}
+            # FP32 holds the values of all parts.
+            infos[name] = TensorInfo(tensor.shape, torch.float32 if len(dtypes) > 1 else dtypes.pop())
+        elif name not in (model._keys_to_ignore_on_save or ()):
+            raise ValueError(
+                f"the checkpoint has no weights for {name} of shape {tuple(tensor.shape)}, which "
+                f"{type(model).__name__} has according to config.json"
+            )
+
+    def read(name: str) -> Tensor:
+        if name in stored_names:
+            return weights.read(stored_names[name])
+        # Saving is repeated with the elements' positions in place of their values. The position that arrives at each
+        # place of a part says where its value belongs.
+        shape, dtype = infos[name]
+        source, result, missing = converted[name], torch.empty(shape.numel(), dtype=dtype), shape.numel()
+        sources = {other for part in parts_of[source] for other in recorded.sources_of(saved[part])}
+        positions = {other: torch.full(tensors[other].shape, -1) for other in sources}
+        positions[source] = torch.arange(shape.numel()).view(shape)
+        for part in parts_of[source]:
+            position = recorded.evaluate(saved[part], positions).reshape(-1)
+            is_own = position >= 0
+            result[position[is_own]] = weights.read(part).reshape(-1)[is_own].to(dtype)
+            missing -= int(is_own.sum())
+        if missing:
+            raise ValueError(f"saving {name} loses elements, so it cannot be read from the checkpoint")
+        return result.view(shape)
+
+    return LazyTensors(infos, read)
 
 
 def _empty_model(folder: Path) -> nn.Module:
@@ -262,32 +316,24 @@ def _empty_model(folder: Path) -> nn.Module:
         raise ValueError(f"{error}; {_SCRIPT}") from None
 
 
-def _write_config(description: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the checkpoint's config.json with the dtype of the exported folder."""
-    content = read_json(description / "config.json")
-    parts = [content, *(part for part in content.values() if isinstance(part, dict) and "model_type" in part)]
-    for part in parts:
-        part.pop("torch_dtype", None)
-        part["dtype"] = dtype_name(dtype)
-    replace_file(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
 def _export_adapters(
     checkpoint: Path,
-    optimizers: list[StoredOptimizer],
-    names: ParameterNames | None,
+    adapters: Mapping[str, Mapping[str, str]],
+    refining: Mapping[str, StoredParameter],
     description: Path,
     folder: Path,
     dtype: torch.dtype,
 ) -> tuple[int, int]:
-    """Export the adapters of a PEFT model.
+    """Export the adapters of a PEFT model, stored in adapter files, or under the names of their parameters.
+
+    Args:
+        adapters: for each adapter, the names of its tensors in an adapter file, and of their parameters; see
+            `ParameterNames`.
 
     Returns:
         The number of their tensors, and of those that were refined.
     """
-    refining = _refining(optimizers)
-    adapters = names.adapters if names and names.adapters else {_DEFAULT: {}}
-    saved = {name for of_adapter in adapters.values() for name in of_adapter.values()}
+    saved = {parameter for parameters in adapters.values() for parameter in parameters.values()}
     if lost := sorted(refining.keys() - saved):
         raise ValueError(
             f"the optimizer has a compensation for {lost[0]}, but PEFT saves only what is computed from it; {_SCRIPT}"
@@ -295,39 +341,27 @@ def _export_adapters(
     count = 0
     for adapter, parameters in adapters.items():
         part = "" if adapter == _DEFAULT else adapter
-        tensors = {
-            name: _pending(info, refining.get(parameters.get(name, "")), read, dtype, name)
-            for name, info, read in _adapter_tensors(checkpoint, part, parameters)
-        }
+        has_own_file = (checkpoint / part / ADAPTER_WEIGHTS).is_file()
+        weights = open_weights(checkpoint / part if has_own_file else checkpoint)
+        names = weights.infos if has_own_file or not parameters else parameters
+        stored_names = {name: name if name in weights.infos else parameters[name] for name in names}
+        if missing := [name for name in stored_names.values() if name not in weights.infos]:
+            raise ValueError(f"{str(checkpoint)!r} has no weights for {missing[0]}, a parameter of an adapter")
+        of_adapter = {name: refining[param] for name, param in parameters.items() if param in refining}
+        tensors = _estimates(weights.renamed(stored_names), of_adapter, dtype)
         (folder / part).mkdir(parents=True, exist_ok=True)
-        values = {name: pending.value().contiguous() for name, pending in tensors.items()}
+        values = {name: tensors.read(name).to(info.dtype).contiguous() for name, info in tensors.infos.items()}
         save_file(values, folder / part / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         shutil.copyfile(description / part / _ADAPTER_CONFIG, folder / part / _ADAPTER_CONFIG)
-        count += len(tensors)
+        count += len(values)
     return count, len(refining)
 
 
-def _adapter_tensors(
-    checkpoint: Path, part: str, parameters: dict[str, str]
-) -> Iterator[tuple[str, TensorInfo, partial[Tensor]]]:
-    """Each tensor of an adapter: its name in an adapter file, its shape and dtype, and a function that reads it.
-
-    They are stored in an adapter file, or under the names of their parameters.
-    """
-    own = (checkpoint / part / ADAPTER_WEIGHTS).is_file()
-    stored = open_weights(checkpoint / part if own else checkpoint)
-    for name in stored.infos if own or not parameters else parameters:
-        stored_name = name if name in stored.infos else parameters[name]
-        if stored_name not in stored.infos:
-            raise ValueError(f"{str(checkpoint)!r} has no weights for {stored_name}, a parameter of an adapter")
-        yield name, stored.infos[stored_name], partial(stored.read, stored_name)
-
-
-def _copy_description(description: Path, folder: Path, skipped: Container[str]) -> None:
-    """Copy what a model folder has besides weights and configuration, such as the tokenizer, except `skipped`."""
+def _copy_description(description: Path, folder: Path) -> None:
+    """Copy what a model folder has besides weights and config.json, such as the tokenizer and generation config."""
     for path in sorted(description.iterdir()):
         target = folder / path.name
-        if path.name in skipped or _NOT_OF_A_MODEL.match(path.name) or target.exists() or path.samefile(folder):
+        if _NOT_OF_A_MODEL.match(path.name) or target.is_dir() or path.samefile(folder):  # adapters are written
             continue
         shutil.copytree(path, target) if path.is_dir() else shutil.copyfile(path, target)
 

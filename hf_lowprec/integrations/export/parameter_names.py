@@ -10,7 +10,6 @@ import copy
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
-from hf_lowprec.integrations.adapters import has_adapters, is_peft
+from hf_lowprec.integrations.adapters import has_adapters, is_peft, saved_adapters
 from hf_lowprec.integrations.checkpoint_files.input_files import path_inside, read_json
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
 from hf_lowprec.optim.param_groups import unwrap_optimizer
@@ -98,26 +97,21 @@ def _adapters(model: Any) -> dict[str, dict[str, str]]:
     """`ParameterNames.adapters` of `model`."""
     if not has_adapters(model):
         return {}
-    from peft import get_peft_model_state_dict
-
-    recorded = RecordedOperations()
-    tensors = model.state_dict()
-    state_dict = {name: recorded.add_source(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    recorded = RecordedOperations(model.state_dict())
     prefix = "" if is_peft(model) else "base_model.model."
-    sharded = any(is_sharded(param) for param in model.parameters())
-    adapters: dict[str, dict[str, str]] = {}
-    for adapter, config in model.peft_config.items():
-        if config.is_prompt_learning and sharded:
-            continue  # PEFT would gather the prompts, on this rank alone
-        with recorded, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # saving the model warns again
-            saved = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter)
-        adapters[adapter] = {}
-        for name, tensor in saved.items():
-            source = next(iter(recorded.sources_of(tensor)), None) or _parameter_with_values(model, tensor)
-            if source is not None:
-                adapters[adapter][prefix + name] = source
-    return adapters
+    sharded = any(map(is_sharded, model.parameters()))
+    # PEFT would gather the prompts of a sharded model, on this rank alone.
+    prompts = {adapter for adapter, config in model.peft_config.items() if config.is_prompt_learning and sharded}
+    with recorded:
+        adapters = saved_adapters(model, recorded.tensors, left_out=prompts)
+    return {
+        adapter: {
+            prefix + name: source
+            for name, tensor in saved.items()
+            if (source := next(iter(recorded.sources_of(tensor)), None) or _parameter_with_values(model, tensor))
+        }
+        for adapter, saved in adapters.items()
+    }
 
 
 def _parameter_with_values(model: nn.Module, tensor: Tensor) -> str | None:
@@ -128,15 +122,15 @@ def _parameter_with_values(model: nn.Module, tensor: Tensor) -> str | None:
     return next(equal, None)
 
 
-def read_parameter_names(folder: Path) -> ParameterNames | None:
-    """Read the names in a checkpoint; None if it has none.
+def read_parameter_names(folder: Path) -> ParameterNames:
+    """Read the names in a checkpoint; there are none without the file.
 
     Raises:
         ValueError: the file is damaged, or has the format of a later version.
     """
     path = folder / PARAMETERS_NAME
     if not path.is_file():
-        return None
+        return ParameterNames([], {})
     content = read_json(path)
     try:
         if content["format"] != FORMAT:

@@ -6,12 +6,15 @@ no memory; each file's tensors are then computed when the file is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Evaluate = Callable[[Mapping[str, Tensor]], Any]
 """Computes a result from the values of the sources, by name."""
@@ -32,76 +35,58 @@ class _Recorded(NamedTuple):
 
 
 class RecordedOperations(TorchFunctionMode):
-    """Inside a `with` block, records the torch operations on the tensors that `add_source` returned."""
+    """Inside a `with` block, records the torch operations on `tensors`.
 
-    def __init__(self) -> None:
+    Args:
+        sources: tensors, or other objects with a `shape` and a `dtype`, by name.
+
+    Attributes:
+        tensors: for each source a tensor without values, which stands for it.
+    """
+
+    def __init__(self, sources: Mapping[str, Any]) -> None:
         super().__init__()
         self._recorded: dict[int, _Recorded] = {}
-
-    def add_source(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a tensor without values that stands for the tensor `name`."""
-        return self._record(shape, dtype, frozenset([name]), lambda values: values[name])
+        self.tensors = {
+            name: self._record(source, frozenset([name]), itemgetter(name)) for name, source in sources.items()
+        }
 
     def sources_of(self, tensor: Any) -> frozenset[str]:
         """The names of the sources from which `tensor` is computed; empty for other tensors and objects."""
         recorded = self._recorded.get(id(tensor))
         return frozenset() if recorded is None else recorded.sources
 
-    def evaluate(self, tensor: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Compute the value of `tensor` from the values of its sources; other tensors are returned unchanged."""
+    def evaluate(self, tensor: Any, values: Mapping[str, Tensor]) -> Any:
+        """Compute the value of `tensor` from the values of its sources; anything else is returned unchanged."""
         recorded = self._recorded.get(id(tensor))
-        value: Tensor = tensor if recorded is None else recorded.evaluate(values)
-        return value
+        return tensor if recorded is None else recorded.evaluate(values)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in _leaves([args, kwargs]) if id(leaf) in self._recorded]
-        if inputs and _writes_in_place(func, kwargs):
+        sources = frozenset[str]().union(*map(self.sources_of, tree_leaves((args, kwargs))))
+        if sources and _writes_in_place(func, kwargs):
             raise NotImplementedError(
                 f"{func.__name__} changes a tensor in place while a model is saved; hf_lowprec cannot record this"
             )
         result = func(*args, **kwargs)
-        if not inputs:
+        if not sources:
             return result
-        sources = frozenset[str]().union(*(self.sources_of(tensor) for tensor in inputs))
 
-        def evaluate(values: Mapping[str, Tensor]) -> Any:
-            return func(*self._with_values(args, values), **self._with_values(kwargs, values))
+        def repeat(position: int, values: Mapping[str, Tensor]) -> Any:
+            own_args, own_kwargs = tree_map(partial(self.evaluate, values=values), (args, kwargs))
+            return tree_leaves(func(*own_args, **own_kwargs))[position]
 
-        if isinstance(result, Tensor):
-            return self._record(result.shape, result.dtype, sources, evaluate)
-        if isinstance(result, tuple | list) and any(isinstance(part, Tensor) for part in result):
-            return tuple(
-                self._record(part.shape, part.dtype, sources, lambda values, k=k: evaluate(values)[k])  # type: ignore[misc]
-                for k, part in enumerate(result)
-            )
-        return result
+        leaves, structure = tree_flatten(result)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[position] = self._record(leaf, sources, partial(repeat, position))
+        return tree_unflatten(leaves, structure)
 
-    def _record(self, shape: torch.Size, dtype: torch.dtype, sources: frozenset[str], evaluate: Evaluate) -> Tensor:
+    def _record(self, like: Any, sources: frozenset[str], evaluate: Evaluate) -> Tensor:
         # Not a view: libraries measure a tensor by its storage.
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
         self._recorded[id(tensor)] = _Recorded(tensor, sources, evaluate)
         return tensor
-
-    def _with_values(self, value: Any, values: Mapping[str, Tensor]) -> Any:
-        """`value`, an argument of a recorded operation, with recorded tensors replaced by their values."""
-        if isinstance(value, Tensor):
-            return self.evaluate(value, values)
-        if isinstance(value, dict):
-            return {key: self._with_values(item, values) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._with_values(item, values) for item in value)
-        return value
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if type(value) in (list, tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _writes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:

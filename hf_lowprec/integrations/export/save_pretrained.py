@@ -1,34 +1,43 @@
-"""`save_pretrained`: writes a model that is being trained as a standard folder, compensation included."""
+"""`save_pretrained`: writes a model that is being trained as a standard folder, compensation included.
+
+transformers and PEFT write the folder by their own `save_pretrained`, so names, tied weights, files and configuration
+are as they always are. They are given tensors without values, which are computed when their file is written.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+import transformers.trainer  # noqa: F401  (first: importing it runs code of this package that imports what follows)
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
-from hf_lowprec.integrations.adapters import is_peft
-from hf_lowprec.integrations.export.model_folder import (
-    MAX_SHARD_SIZE,
-    ExportDtype,
-    PendingTensor,
-    parse_dtype,
-    saved_dtype,
-    write_model_folder,
-)
+from hf_lowprec.integrations.adapters import has_adapters, is_peft, saved_adapters
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import LazyTensors, TensorInfo
+from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
+from hf_lowprec.integrations.transformers import private_apis
+from hf_lowprec.integrations.transformers.checkpoints.manifest import replace_file
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import full_shape, is_sharded
 from hf_lowprec.optim.state.fp32_weights import fp32_estimates, is_cut, warn_of_weights_as_stored
 from hf_lowprec.reduction.collectives import explain_lost_rank
+from hf_lowprec.rounding import dtype_name
+from hf_lowprec.wrapped_method import temporarily_wrapped
 
+ExportDtype = Literal["float32", "bfloat16"]
+"""The dtypes of an exported folder, by name."""
+MAX_SHARD_SIZE = "5GB"
+"""The size of a file by default. It bounds the memory that saving takes, and is the Hub's recommendation."""
 _DONE, _FAILED = -1, -2
 """The numbers that rank 0 announces in place of a tensor's."""
 
@@ -80,34 +89,29 @@ def save_pretrained(
     warn_of_weights_as_stored(model, optimizer)
     named = dict(model.named_parameters(remove_duplicate=False))
     stored = {name: named.get(name, tensor) for name, tensor in model.state_dict().items()}
-    tensors = {
-        name: PendingTensor(full_shape(tensor), saved_dtype(tensor.dtype, dtype), partial(_computed, estimate, tensor))
-        for name, tensor in stored.items()
-    }
 
-    def write(pending: Mapping[str, PendingTensor]) -> None:
-        write_model_folder(model, pending, folder, dtype, max_shard_size)
+    infos = {name: TensorInfo(full_shape(t), saved_dtype(t.dtype, dtype)) for name, t in stored.items()}
+
+    def read(name: str) -> Tensor:
+        value: Any = estimate(stored[name])
+        return value.full_tensor() if is_sharded(value) else value  # gathered on every rank
+
+    def write(tensors: LazyTensors) -> None:
+        save_lazy_tensors(model, tensors, folder, dtype, max_shard_size)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
 
-    sharded = next((tensor for tensor in stored.values() if is_sharded(tensor)), None)
+    tensors = LazyTensors(infos, read)
+    sharded: Any = next(filter(is_sharded, stored.values()), None)
     if sharded is not None:
-        _write_on_first_rank(tensors, torch.device(sharded.device_mesh.device_type), write)  # type: ignore[attr-defined]
+        _write_on_first_rank(tensors, torch.device(sharded.device_mesh.device_type), write)
     elif is_cut(unwrap_optimizer(optimizer)):
         _write_on_first_rank(tensors, next(iter(stored.values())).device, write)
     elif not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         write(tensors)
 
 
-def _computed(estimate: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """The FP32 estimate of a parameter or buffer; of a sharded one the whole, gathered on every rank."""
-    value = estimate(tensor)
-    return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined, no-any-return]
-
-
-def _write_on_first_rank(
-    tensors: Mapping[str, PendingTensor], device: torch.device, write: Callable[[Mapping[str, PendingTensor]], None]
-) -> None:
+def _write_on_first_rank(tensors: LazyTensors, device: torch.device, write: Callable[[LazyTensors], None]) -> None:
     """Call `write(tensors)` on rank 0, and let the other ranks compute each tensor with it until it has finished.
 
     Only rank 0 knows which tensor it needs next, so it announces the tensor's number to the others before it computes
@@ -123,7 +127,7 @@ def _write_on_first_rank(
     """
     group = dist.group.WORLD
     assert group is not None
-    computations = [pending.compute for pending in tensors.values()]
+    names = [*tensors.infos]
 
     def announce(number: int) -> int:
         message = torch.tensor(number, device=device)
@@ -131,27 +135,157 @@ def _write_on_first_rank(
             dist.broadcast(message, src=0)
         return int(message)
 
+    def read_together(name: str) -> Tensor:
+        announce(names.index(name))
+        return tensors.read(name)
+
     if dist.get_rank() == 0:
-
-        def compute_together(number: int) -> Tensor:
-            announce(number)
-            return computations[number]()
-
-        pending = {
-            name: tensor._replace(compute=lambda number=number: compute_together(number))  # type: ignore[misc]
-            for number, (name, tensor) in enumerate(tensors.items())
-        }
         try:
-            write(pending)
+            write(LazyTensors(tensors.infos, read_together))
         except BaseException:
             announce(_FAILED)
             raise
         announce(_DONE)
         return
     while (number := announce(0)) >= 0:
-        computations[number]()
+        tensors.read(names[number])
     if number == _FAILED:
         raise RuntimeError("rank 0 could not save the model; its error says why")
+
+
+def save_lazy_tensors(
+    model: Any,
+    tensors: LazyTensors,
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_size: int | str,
+) -> None:
+    """Call `model.save_pretrained`, which writes `tensors` in place of the model's own.
+
+    At any time, the tensors of one file are in memory, and those from which one of them is computed. The adapters of a
+    model are small, so they are computed together.
+
+    Args:
+        model: a transformers or PEFT model. It may be on the meta device.
+        tensors: a tensor for each name of `model.state_dict()`, in the dtype of the file. They are cast to it.
+        folder: the folder to write.
+        dtype: what config.json says.
+        max_shard_size: as in `save_pretrained`.
+    """
+    recorded = RecordedOperations(tensors.infos)
+    with _copied_config(model), recorded:
+        if not has_adapters(model):
+            _save_whole_model(model, tensors, recorded, folder, dtype, max_shard_size)
+            return
+        adapters = saved_adapters(model, recorded.tensors)
+        saved = [tensor for adapter in adapters.values() for tensor in adapter.values()]
+        values = {name: _value(tensors, name) for name in frozenset().union(*map(recorded.sources_of, saved))}
+        with _prompt_encoder_with(model, tensors):
+            model.save_pretrained(folder, state_dict=recorded.tensors | values)
+
+
+def _save_whole_model(
+    model: Any,
+    tensors: LazyTensors,
+    recorded: RecordedOperations,
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_size: int | str,
+) -> None:
+    """Save the weights, then config.json with `dtype`, in which `from_pretrained` loads all of them.
+
+    transformers writes config.json first, with the dtype of training: a process that is killed after the weights would
+    leave a folder that loads in that dtype. For the same reason, that of an earlier model goes before its weights.
+    """
+    config = model.config
+
+    def compute(file: dict[str, Tensor]) -> dict[str, Tensor]:
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+        return _computed(file, tensors, recorded)
+
+    with (
+        temporarily_wrapped(config, "to_json_file", lambda *_, **__: None),
+        private_apis.computing_saved_tensors(compute),
+    ):
+        model.save_pretrained(folder, state_dict=recorded.tensors, max_shard_size=max_shard_size)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype_name(dtype)
+    replace_file(folder / CONFIG_NAME, config.to_json_string())
+
+
+def _value(tensors: LazyTensors, name: str) -> Tensor:
+    return tensors.read(name).to(device="cpu", dtype=tensors.infos[name].dtype)
+
+
+def _computed(file: dict[str, Tensor], tensors: LazyTensors, recorded: RecordedOperations) -> dict[str, Tensor]:
+    """Compute the tensors of one file; those with the same sources one after the other, so that these are read once."""
+    by_sources: dict[frozenset[str], list[str]] = {}
+    for name, tensor in file.items():
+        by_sources.setdefault(recorded.sources_of(tensor), []).append(name)
+    computed: dict[str, Tensor] = {}
+    for sources, names in by_sources.items():
+        values = {source: _value(tensors, source) for source in sources}
+        for name in names:
+            value = recorded.evaluate(file[name], values).contiguous()
+            # A view would keep all of its source in memory.
+            computed[name] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    return computed
+
+
+@contextmanager
+def _copied_config(model: nn.Module) -> Iterator[None]:
+    """Give a transformers model a copy of its configuration inside, because saving changes it.
+
+    In the copy, the model is not sharded: its tensors are given to it, and transformers must not gather them again.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    config = model.config
+    model.config = copy.deepcopy(config)
+    if getattr(config, "distributed_config", None) is not None:
+        model.config.distributed_config = None
+    try:
+        yield
+    finally:
+        model.config = config
+
+
+@contextmanager
+def _prompt_encoder_with(model: nn.Module, tensors: LazyTensors) -> Iterator[None]:
+    """Give the prompt encoders of a PEFT model the values of `tensors` inside; PEFT saves what they compute."""
+    params = {name: param for name, param in model.named_parameters() if name.startswith("prompt_encoder.")}
+    trained = {name: param.data for name, param in params.items()}
+    try:
+        for name, param in params.items():
+            param.data = _value(tensors, name).to(param.device)
+        yield
+    finally:
+        for name, param in params.items():
+            param.data = trained[name]
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of an exported folder.
+
+    Raises:
+        ValueError: it is neither FP32 nor BF16.
+    """
+    for name in get_args(ExportDtype):
+        if dtype in (name, getattr(torch, name)):
+            return getattr(torch, name)
+    raise ValueError(f"dtype={dtype!r} is not supported; use {' or '.join(map(repr, get_args(ExportDtype)))}")
+
+
+def saved_dtype(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in the file of a tensor that training stores as `stored`, in a folder of `dtype`.
+
+    In a BF16 folder, what training keeps in FP32 stays FP32, as in the folders that Trainer saves.
+    """
+    if not stored.is_floating_point:
+        return stored
+    return torch.float32 if stored.itemsize >= 4 else dtype
 
 
 def _check_model(model: nn.Module) -> None:

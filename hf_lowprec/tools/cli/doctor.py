@@ -48,7 +48,7 @@ def doctor(
         _check_machine()
     if lr is None or steps is None:
         raise typer.BadParameter(f"with MODEL, {'--lr' if lr is None else '--steps'} must be given", param_hint="MODEL")
-    from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+    from hf_lowprec.integrations.checkpoint_files.stored_tensors import open_weights
     from hf_lowprec.integrations.transformers.named_models import find_model_folder
     from hf_lowprec.tools.prediction import count_weights, plan_run, predict_rounding, recommend, suits
 

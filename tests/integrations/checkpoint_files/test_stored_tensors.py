@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, read_metadata
-from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, open_weights, read_metadata
 from hf_lowprec.integrations.transformers.checkpoints.load import load_best
 from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.planted_pickles import Creates

@@ -23,10 +23,9 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_they_are_repeated_with_values(name):
     values = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(12.0).view(3, 4) / 7}
     expected = OPERATIONS[name](values["a"], values["b"])
-    recorded = RecordedOperations()
-    a, b = (recorded.add_source(key, value.shape, value.dtype) for key, value in values.items())
+    recorded = RecordedOperations(values)
     with recorded:
-        result = OPERATIONS[name](a, b)
+        result = OPERATIONS[name](recorded.tensors["a"], recorded.tensors["b"])
     assert result.device.type == "meta" and result.shape == expected.shape and result.dtype == expected.dtype
     assert result.untyped_storage().nbytes() == result.nbytes, "libraries measure tensors by their storage"
     assert recorded.sources_of(result) == ({"a", "b"} if name in ("both", "stack") else {"a"})
@@ -34,8 +33,7 @@ def test_they_are_repeated_with_values(name):
 
 
 def test_other_tensors_are_left_alone():
-    recorded = RecordedOperations()
-    recorded.add_source("a", torch.Size([2]), torch.float32)
+    recorded = RecordedOperations({"a": torch.ones(2)})
     with recorded:
         other = torch.ones(2) + 1
     assert recorded.sources_of(other) == set() == recorded.sources_of("no tensor")
@@ -45,7 +43,6 @@ def test_other_tensors_are_left_alone():
 @pytest.mark.parametrize("change", [lambda a: a.add_(1), lambda a: a.__setitem__(0, 1), lambda a: torch.neg(a, out=a)])
 def test_changes_in_place_are_refused(change):
     """A recording that missed them would write wrong weights."""
-    recorded = RecordedOperations()
-    source = recorded.add_source("a", torch.Size([2]), torch.float32)
+    recorded = RecordedOperations({"a": torch.ones(2)})
     with recorded, pytest.raises(NotImplementedError, match="changes a tensor in place while a model is saved"):
-        change(source)
+        change(recorded.tensors["a"])

@@ -31,10 +31,9 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, read_optimizer
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import SHARDED_STATE, SHARDED_WEIGHTS, explain_unreadable
 from hf_lowprec.integrations.transformers.callback import callback_of
 from hf_lowprec.integrations.transformers.checkpoints.resume import unsafe_shards
-from hf_lowprec.integrations.transformers.checkpoints.save import SHARDED_STATE, SHARDED_WEIGHTS
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.param_groups import unwrap_optimizer

@@ -26,9 +26,8 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_lowprec.integrations.checkpoint_files.input_files import read_json
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, UnreadableError
-from hf_lowprec.integrations.checkpoint_files.stored_weights import ZERO_STATES
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, read_json
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import SHARDED_WEIGHTS, ZERO_STATES, ShardedFolder
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import callback_of
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
@@ -138,7 +137,7 @@ def _check_layout(checkpoint: Path, wanted: str | None) -> None:
     """
     if _holds(checkpoint, "global_step*"):
         found: str | None = "DeepSpeed"
-    elif (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir():
+    elif (checkpoint / SHARDED_WEIGHTS).is_dir():
         found = "SHARDED_STATE_DICT"
     elif (checkpoint / f"{FSDP_MODEL_NAME}.bin").exists():
         found = "FULL_STATE_DICT"
@@ -265,7 +264,7 @@ def unsafe_shards(checkpoint: Path) -> list[str]:
     for path in sorted(checkpoint.rglob(".metadata")):
         try:
             ShardedFolder(path.parent).check_objects()
-        except UnreadableError as error:
+        except InputError as error:
             problems.append(str(error))
     return problems
 

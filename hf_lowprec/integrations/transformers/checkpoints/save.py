@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.utils._pytree import tree_map
@@ -19,6 +18,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import CallbackHandler
 
 from hf_lowprec.integrations.accelerate.private_apis import is_sharded_at_load
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import SHARDED_STATE, SHARDED_WEIGHTS
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback, callback_of
@@ -29,10 +29,6 @@ from hf_lowprec.optim.sharding import checkpointable
 from hf_lowprec.reduction.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
-
-SHARDED_WEIGHTS = f"{FSDP_MODEL_NAME}_0"
-SHARDED_STATE = "optimizer_0"
-"""The folders into which FSDP2 with sharded state dicts writes, and each rank of a model sharded at load its shards."""
 
 
 def save_checkpoint(original: Callable, trainer: Trainer, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
