@@ -202,7 +202,8 @@ class FusedGroupUpdates:
         """The same as they would be without weight decay."""
         group, scalars = self._fused_group, self._fused_group.scalars.clone()
         try:
-            group.compute_scalars(lambda of, lr, step: self._optimizer.scalars({**of, "weight_decay": 0.0}, lr, step))
+            formula = self._optimizer.scalars
+            group.step_scalars.compute(lambda of, lr, step: formula({**of, "weight_decay": 0.0}, lr, step))
             return self._scalar_columns()
         finally:
             group.scalars.copy_(scalars)

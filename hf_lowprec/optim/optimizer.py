@@ -38,11 +38,15 @@ from hf_lowprec.optim.step.clipping import (
     has_views,
     replace_bucket_views,
 )
-from hf_lowprec.optim.step.factored_moments import compute_factors, store_means
 from hf_lowprec.optim.step.fingerprint import warn_about_changed_dtypes
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
-from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
+from hf_lowprec.optim.step.whole_tensor_quantities import (
+    compute_factors,
+    compute_tensor_means,
+    parts_to_step,
+    store_means,
+)
 from hf_lowprec.rounding import mode_name
 from hf_lowprec.rounding.attached_low_bits import low_bits_to_save, restore_saved_low_bits
 
@@ -232,7 +236,7 @@ class LowPrecisionOptimizer(Algorithm):
             The norm of the gradients, FP32 scalar; None if the step needs none.
         """
         for fused_group in plan.fused_groups:
-            fused_group.compute_scalars(self.scalars)
+            fused_group.step_scalars.compute(self.scalars)
         # The gradients' norm, the clip factor, whether the step is skipped.
         norm = self.clipping.clip_step(plan.backend_steps, self.max_grad_norm, self.skip_nonfinite)
         compute_factors(plan.backend_steps)

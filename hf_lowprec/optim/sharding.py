@@ -112,13 +112,10 @@ def when_written(shard: Tensor) -> Tensor:
     return shard.wait() if hasattr(shard, "wait") else shard
 
 
-def sharding_of(tensor: Tensor) -> Sharding | None:
-    """The sharding of `tensor`; None if every rank holds all of it."""
-    if not is_sharded(tensor):
-        return None
-    placements = tensor.placements  # type: ignore[attr-defined]
-    dims = tuple(dim for dim, placement in enumerate(placements) if _is_shard(placement))
-    return Sharding(tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
+def sharding_of(tensor: Any, dim: int | None = None) -> Sharding | None:
+    """The sharding of `tensor`, or of its dimension `dim`; None if every rank holds all of it."""
+    dims = _mesh_dims(tensor, dim)
+    return Sharding(tensor.device_mesh, dims) if dims else None
 
 
 def placements_of_mean(tensor: Any, dim: int | None) -> Any:
@@ -171,15 +168,6 @@ def sum_over_shards(value: Tensor, sharding: Sharding | None) -> Tensor:
     return value
 
 
-def sharding_of_dim(tensor: Any, dim: int) -> Sharding | None:
-    """The sharding of the dimension `dim` of `tensor`; None if every rank has it in full."""
-    if not is_sharded(tensor):
-        return None
-    placed = enumerate(tensor.placements)
-    dims = tuple(k for k, placement in placed if _is_shard(placement) and placement.dim == dim % tensor.dim())
-    return Sharding(tensor.device_mesh, dims) if dims else None
-
-
 def check_placements(tensor: Tensor, name: str) -> None:
     """Raise ValueError if a placement of `tensor`, called `name` in the message, is neither sharded nor replicated."""
     if is_sharded(tensor):
@@ -201,13 +189,11 @@ def place_gradients(params: Sequence[Tensor]) -> None:
                 param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
 
 
-def shard_length(tensor: Tensor, dim: int) -> int:
+def shard_length(tensor: Any, dim: int) -> int:
     """The largest number of elements that a rank holds of dimension `dim`; the same on all ranks."""
-    length = tensor.shape[dim]
-    if is_sharded(tensor):
-        for mesh_dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-            if _is_shard(placement) and placement.dim == dim % tensor.dim():
-                length = -(-length // tensor.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
+    length: int = tensor.shape[dim]
+    for mesh_dim in _mesh_dims(tensor, dim):
+        length = -(-length // tensor.device_mesh.size(mesh_dim))
     return length
 
 
@@ -239,9 +225,9 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
     local_start = 0
     for outer in product(*(held.tolist() for held in indices[:last_sharded])):
         row_start = sum(index * stride for index, stride in zip(outer, strides, strict=True))
-        for begin, count in _consecutive_ranges(indices[last_sharded]):
-            yield ContiguousRun(local_start, count * width, row_start + begin * width)
-            local_start += count * width
+        for run in _consecutive_runs(indices[last_sharded]):
+            yield ContiguousRun(local_start, run.length * width, row_start + run.global_start * width)
+            local_start += run.length * width
 
 
 def checkpointable(tensor: Any) -> Any:
@@ -258,17 +244,11 @@ def checkpointable(tensor: Any) -> Any:
     shard = local_shard(tensor.detach())
     if not shard.numel():
         return tensor
-    of_dims = []
-    for dim in range(tensor.dim()):
-        starts, ranges = 0, []
-        for first, count in _consecutive_ranges(_local_indices(tensor, dim)):
-            ranges.append((starts, count, first))
-            starts += count
-        of_dims.append(ranges)
+    runs = (_consecutive_runs(_local_indices(tensor, dim)) for dim in range(tensor.dim()))
     blocks, offsets = [], []
-    for block in product(*of_dims):
-        blocks.append(shard[tuple(slice(start, start + count) for start, count, _ in block)])
-        offsets.append(tuple(first for _, _, first in block))
+    for block in product(*runs):
+        blocks.append(shard[tuple(slice(run.local_start, run.local_start + run.length) for run in block)])
+        offsets.append(tuple(run.global_start for run in block))
     return dtensor_of_blocks(blocks, offsets, tensor)
 
 
@@ -291,23 +271,25 @@ def _is_shard(placement: Any) -> bool:
     return placement.is_shard() or hasattr(placement, "split_factor")
 
 
+def _mesh_dims(tensor: Any, dim: int | None = None) -> tuple[int, ...]:
+    """The dimensions of the mesh over which `tensor`, or its dimension `dim`, is sharded; none for a plain tensor."""
+    placements = enumerate(tensor.placements) if is_sharded(tensor) else ()
+    sharded = None if dim is None else dim % len(tensor.shape)
+    return tuple(k for k, placement in placements if _is_shard(placement) and sharded in (None, placement.dim))
+
+
 def _local_indices(tensor: Any, dim: int) -> Tensor:
     """The indices of dimension `dim` that this rank holds, ascending. DTensor shards as `torch.chunk` splits."""
     indices = torch.arange(tensor.shape[dim], device="cpu")
-    mesh = tensor.device_mesh
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if _is_shard(placement) and placement.dim == dim:
-            ranks, rank = mesh.size(mesh_dim), mesh.get_coordinate()[mesh_dim]
-            factor = int(getattr(placement, "split_factor", 1))
-            chunks = torch.chunk(indices, ranks * factor)
-            indices = torch.cat([indices[:0], *chunks[rank::ranks]])
+    for mesh_dim in _mesh_dims(tensor, dim):
+        ranks, rank = tensor.device_mesh.size(mesh_dim), tensor.device_mesh.get_coordinate()[mesh_dim]
+        chunks = torch.chunk(indices, ranks * int(getattr(tensor.placements[mesh_dim], "split_factor", 1)))
+        indices = torch.cat([indices[:0], *chunks[rank::ranks]])
     return indices
 
 
-def _consecutive_ranges(indices: Tensor) -> Iterator[tuple[int, int]]:
-    """`(first, length)` of each range of consecutive numbers in an ascending tensor."""
-    if len(indices) == 0:
-        return
+def _consecutive_runs(indices: Tensor) -> Iterator[ContiguousRun]:
+    """The runs of consecutive numbers in an ascending tensor: where they are in it, and the first number."""
     breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
-    for begin, end in zip([0, *breaks], [*breaks, len(indices)], strict=True):
-        yield int(indices[begin]), end - begin
+    for begin, end in zip([0, *breaks], [*breaks, len(indices)], strict=True) if len(indices) else ():
+        yield ContiguousRun(begin, end - begin, int(indices[begin]))

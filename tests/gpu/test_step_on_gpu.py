@@ -161,7 +161,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     before = [(param.detach()[part].cpu().float(), param.grad[part].cpu().float()) for part in parts]
     with optimizer.plan_step() as plan:
         (fused_group,) = plan.fused_groups
-        fused_group.compute_scalars(optimizer.scalars)
+        fused_group.step_scalars.compute(optimizer.scalars)
         (keys,) = fused_group.segment_keys()
         scalars = dict(zip(fused_group.spec.scalars, fused_group.scalars[0].tolist(), strict=True))
     optimizer.step()

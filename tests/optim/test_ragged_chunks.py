@@ -294,7 +294,7 @@ def test_tables_that_are_released_within_a_step_are_made_anew(launches):
     """As before matrices are stepped, because addresses in them have changed."""
     step = step_of([CHUNK])
     group = step.fused_group
-    group.compute_scalars(AdamW([nn.Parameter(torch.zeros(1))]).scalars)
+    group.step_scalars.compute(AdamW([nn.Parameter(torch.zeros(1))]).scalars)
     for offset in (0, 1):
         grad = placed(torch.ones(CHUNK, dtype=BF16), offset)
         group.set_gradients([grad], [grad.data_ptr()])

@@ -20,7 +20,7 @@ def sums_and_terms(optimizer: StableAdamW) -> tuple[list[float], list[Tensor]]:
     with optimizer.plan_step() as plan:
         (step,) = plan.backend_steps
         group = step.fused_group
-        group.compute_scalars(optimizer.scalars)
+        group.step_scalars.compute(optimizer.scalars)
         sums = step.tensor_sums()
         assert (sums.dtype, sums.shape) == (torch.float64, (len(group.entries), 1))
         ((_, formula),) = group.spec.tensor_means

@@ -146,7 +146,7 @@ def test_offsets_have_64_bits(start):
     optimizer = AdamW([param], lr=0.1, rounding="kahan", backend="triton")
     with optimizer.plan_step() as plan:
         (fused_group,) = plan.fused_groups
-        fused_group.compute_scalars(optimizer.scalars)
+        fused_group.step_scalars.compute(optimizer.scalars)
         tensors = list(fused_group.entries[0].tensors.values())
         data = [tensor.clone() for tensor in tensors]
         end = start + param.numel()

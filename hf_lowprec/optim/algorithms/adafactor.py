@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values
 from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.step.factored_moments import COLUMN_MEAN, ROW_MEAN
+from hf_lowprec.optim.step.whole_tensor_quantities import COLUMN_MEAN, ROW_MEAN
 from hf_lowprec.rounding import State, sqrt_rn
 
 _SMALLEST = 2.0**-126

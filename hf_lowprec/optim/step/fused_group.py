@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
 from hf_lowprec.optim.step.matrix_tiles import MeanVectors
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, ScalarFormula, StepScalars
+from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, StepScalars
 from hf_lowprec.optim.step.segments import Segments
 from hf_lowprec.rounding import step_keys
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -49,14 +48,6 @@ class Elements(NamedTuple):
     scalars: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class LrScales:
-    """`lr_scale` of each entry, as numbers and as an FP32 tensor of shape (entries, 1) on the group's device."""
-
-    values: list[float]
-    column: Tensor
-
-
 class FusedGroup:
     """The parameters of one spec on one device, over as many steps as they stay the same.
 
@@ -69,14 +60,17 @@ class FusedGroup:
         entries: the parameters.
         weights: the entries' `weight`, which a step writes to.
         segments: the static tables of the entries' elements.
-        step_scalars: the entries' step counts, and the coming step's scalars.
+        step_scalars: computes the scalars of a step.
+        counts: the steps taken so far, int64 of shape (entries); on the CPU, or on `device` if `scalars_on_device`.
+        scalars: the coming step's scalars `spec.scalars`, FP32 of shape (entries, scalars); where `counts` are.
         scalars_on_device: whether these are on `device`, so that a step can be skipped without asking.
         clip_factor: the step's clip factor, an FP32 scalar on `device`, if the spec is clipped. Only during a step.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes. Only during a step.
         per_param_scalars: tensor means or LR scales of the entries, FP32 of shape (entries, scalars) on `device`, if
             the spec has some. Only during a step.
         new_means: the new values of each entry's `means`, by name. Only during a step.
-        lr_scales: what was computed last for algorithms that orthogonalize.
+        lr_scales: `lr_scale` of each entry, for algorithms that orthogonalize: as numbers, and as an FP32 tensor of
+            shape (entries, 1) on `device`. None before the first step.
         matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
             that are not stepped at the same time share memory. None except while matrices are stepped.
     """
@@ -101,10 +95,11 @@ class FusedGroup:
             if scalars_on_device
             else HostScalars(entries, len(spec.scalars))
         )
+        self.counts, self.scalars = self.step_scalars.counts, self.step_scalars.values
         self.clip_factor: Tensor | None = None
         self.enabled: Tensor | None = None
         self.per_param_scalars: Tensor | None = None
-        self.lr_scales: LrScales | None = None
+        self.lr_scales: tuple[list[float], Tensor] | None = None
         self.matrix_slots: list[Tensor] | None = None
         self.new_means: list[dict[str, Tensor]] = []
 
@@ -114,16 +109,6 @@ class FusedGroup:
         )
         self._addresses = array("q", chain.from_iterable(addresses))
         self._pointers = torch.frombuffer(self._addresses, dtype=torch.int64).view(len(entries), -1)
-
-    @property
-    def counts(self) -> Tensor:
-        """The steps taken so far, int64 of shape (entries); on the CPU, or on `device` if `scalars_on_device`."""
-        return self.step_scalars.counts
-
-    @property
-    def scalars(self) -> Tensor:
-        """The coming step's scalars `spec.scalars`, FP32 of shape (entries, scalars); where `counts` are."""
-        return self.step_scalars.values
 
     def set_gradients(self, grads: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """Give every entry its gradient for the coming step.
@@ -135,14 +120,6 @@ class FusedGroup:
         for entry, grad in zip(self.entries, grads, strict=True):
             entry.grad = grad
         self._addresses[1 :: len(self.spec.tensors)] = array("q", addresses)
-
-    def compute_scalars(self, formula: ScalarFormula) -> None:
-        """Compute the coming step's `scalars`.
-
-        Raises:
-            ValueError: a scalar is not finite in FP32.
-        """
-        self.step_scalars.compute(formula)
 
     def count_step(self) -> None:
         """Count the step that was taken."""

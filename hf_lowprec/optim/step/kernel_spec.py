@@ -71,7 +71,7 @@ class KernelSpec:
         tensor_means: elementwise formulas by name, as pairs; `update` takes their means over each parameter as scalars.
         orthogonalizes: whether `update` takes `state.orthogonalized` and `scalars.lr_scale`.
         factored: an elementwise formula, whose means over rows and columns give the factors that other formulas take as
-            `state.row_factor` and `state.column_factor`, see `factored_moments.py`; None if there are none.
+            `state.row_factor` and `state.column_factor`, see `whole_tensor_quantities.py`; None if there are none.
     """
 
     update: Update

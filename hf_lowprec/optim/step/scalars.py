@@ -90,7 +90,7 @@ class DeviceScalars:
 
     def __init__(self, entries: Sequence[ParamEntry], scalars: int, device: torch.device) -> None:
         self._device = device
-        self._group_sizes = _group_sizes(entries)
+        self._shared = _shared_scalars(entries, [0] * len(entries))
         steps = [entry.optimizer_state["step"] for entry in entries]
         if all(step.device == device for step in steps):
             self.counts = torch.stack([step.long() for step in steps])
@@ -103,7 +103,7 @@ class DeviceScalars:
         """Compute the coming step's `values` for every entry, without waiting for the device."""
         steps = self.counts.double() + 1
         first = 0
-        for group, entries in self._group_sizes:
+        for group, _, entries in self._shared:
             end = first + entries
             lr = group["lr"]
             if isinstance(lr, Tensor):
@@ -133,12 +133,3 @@ def _shared_scalars(entries: Sequence[ParamEntry], count_offsets: Sequence[int])
         (group, offset), *rest = neighbours
         shared.append(_SharedScalars(group, offset, 1 + len(rest)))
     return shared
-
-
-def _group_sizes(entries: Sequence[ParamEntry]) -> list[tuple[ParamGroup, int]]:
-    """The parameter groups, each with the number of its entries, which are neighbours."""
-    sizes = []
-    for _, neighbours in groupby(entries, lambda entry: id(entry.group)):
-        first, *rest = neighbours
-        sizes.append((first.group, 1 + len(rest)))
-    return sizes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Set
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from hf_lowprec.optim.step.fingerprint import Fingerprint
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry, are_in_plain_memory, in_plain_memory, may_be_freed
-
-
-class _GroupKey(NamedTuple):
-    """Properties that parameters must share to be in one fused group."""
-
-    spec: KernelSpec
-    device: torch.device
-    sharding: Sharding | None
 
 
 class StepPlan:
@@ -67,13 +59,12 @@ class StepPlan:
                 with interrupts.deferred():
                     convert_states(entry.optimizer_state, entry.param, entry.group, entry.number)
         specs: dict[Any, KernelSpec] = {}
-        by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
+        alike: dict[tuple[KernelSpec, torch.device, Sharding | None], list[ParamEntry]] = defaultdict(list)
         for entry in entries:
             if entry.layout not in specs:
                 specs[entry.layout] = entry.spec(optimizer, clipped)
-            key = _GroupKey(specs[entry.layout], entry.param.device, sharding_of(entry.param))
-            by_key[key].append(entry)
-        fused_groups = [FusedGroup(*key, alike, optimizer.skip_nonfinite) for key, alike in by_key.items()]
+            alike[specs[entry.layout], entry.param.device, sharding_of(entry.param)].append(entry)
+        fused_groups = [FusedGroup(*key, same, optimizer.skip_nonfinite) for key, same in alike.items()]
         self.fused_groups = sorted(fused_groups, key=_size_of_temporaries, reverse=True)
         self._entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
         self.plain_copies = [plain for entry in entries for plain in entry.plain_copies]

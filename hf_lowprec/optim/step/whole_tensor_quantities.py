@@ -1,32 +1,147 @@
-"""Compute the mean or the orthogonalized matrix of whole tensors that some algorithms need before the fused step.
+"""Compute what some algorithms need of whole tensors before the fused step: means, factors, orthogonalized matrices.
 
 A sharded tensor counts as one: sums are taken over all its shards, and every rank orthogonalizes the full matrix, which
 takes no further communication and gives all of them the same bits.
+
+Factored second moments are means of squared gradients over rows and over columns, in place of one per element. The
+moment of an element is estimated as the product of its row's and its column's mean, divided by the mean of all
+(Shazeer and Stern, arXiv:1804.04235, Alg. 2). The formulas get the inverse root of that estimate as a product of two
+factors, so that a kernel reads one number per row and one per column. Squares are rounded to FP32 and summed in FP64;
+the sums are rounded to FP32. So results hardly depend on the order in which they are summed, that is on shards, devices
+and backends.
 
 Matrices are orthogonalized and stepped one after the other, so that a step never holds those of a whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, Formula, ParamGroup
-from hf_lowprec.optim.sharding import full_tensor, is_sharded, shard_like, sum_over_shards
+from hf_lowprec.optim.sharding import Sharding, full_tensor, is_sharded, shard_like, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, LrScales
-from hf_lowprec.optim.step.fused_step import momentum_matrix
+from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup
+from hf_lowprec.optim.step.fused_step import evaluate, momentum_matrix
+from hf_lowprec.optim.step.matrix_tiles import MatrixSums
 from hf_lowprec.optim.step.param_entry import ParamEntry
 
+ROW_MEAN, COLUMN_MEAN = "row_var", "col_var"
+"""Names of the states: the mean over each row, of shape (..., rows, 1), and over each column, (..., 1, columns)."""
 _BATCH = 1 << 18
 """Elements of small matrices that are orthogonalized together: four or more. Batches of larger ones save no time."""
 _CPU_CHUNK = 1 << 17
-"""Elements of which a CPU computes the momentum matrix at once: the FP32 values of more do not fit into its caches."""
+"""Elements of which a CPU computes squares or the momentum matrix at once: the FP32 values of more do not fit into its
+caches."""
 _SLOT_ALIGNMENT = 128
 """Elements; 256 bytes, as torch's allocators align memory."""
+
+
+def compute_tensor_means(backend_steps: Iterable[BackendStep]) -> None:
+    """Give every fused group the means that its formula needs, for the coming step.
+
+    Called after gradients, scalars and the clip factor of the step are set, since the formulas use them.
+    """
+    for backend_step in backend_steps:
+        fused_group = backend_step.fused_group
+        if fused_group.spec.tensor_means:
+            sums = sum_over_shards(backend_step.tensor_sums(), fused_group.sharding)
+            fused_group.per_param_scalars = (sums / fused_group.full_sizes[:, None]).float()
+
+
+def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
+    """Compute the new row and column means of every factored group, and give its entries their factors.
+
+    Called after gradients, scalars and the clip factor of the step are set. The states are not changed.
+    """
+    for backend_step in backend_steps:
+        if backend_step.fused_group.spec.factored is not None:
+            _compute_factors(backend_step)
+            backend_step.release_tables()  # those of the norm have no addresses of factors yet
+
+
+def store_means(fused_group: FusedGroup) -> None:
+    """Write the new row and column means of the step that was taken into the states."""
+    pairs = [
+        (entry.means[name], new)
+        for entry, new_means in zip(fused_group.entries, fused_group.new_means, strict=False)
+        for name, new in new_means.items()
+    ]
+    if fused_group.enabled is not None:
+        pairs = [(old, torch.where(fused_group.enabled, new, old)) for old, new in pairs]
+    if pairs:
+        torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+
+
+def _compute_factors(backend_step: BackendStep) -> None:
+    group, found = backend_step.fused_group, backend_step.matrix_sums()
+    entries, vectors = group.entries, group.mean_vectors
+    sums = [found[k] if k in found else _matrix_sums(group, k) for k in range(len(entries))]
+    _sum_each_over_shards(group, [each.of_rows for each in sums], -1)
+    _sum_each_over_shards(group, [each.of_columns for each in sums], -2)
+    rows, columns = group.matrix_sizes.unbind(1)
+    values = group.scalars.to(group.device, non_blocking=True).unbind(1)
+    scalars = dict(zip(group.spec.scalars, values, strict=True))
+
+    def new_means(name: str, parts: list[Tensor], counts: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
+        old, mean = torch.cat([each.means[name] for each in entries]), torch.cat(parts) / repeat(counts)
+        mean = (mean + repeat(scalars["square_eps"])).float()
+        return old * repeat(scalars["beta2"]) + mean * repeat(scalars["gain2"])
+
+    row_means = new_means(ROW_MEAN, [each.of_rows for each in sums], columns, vectors.for_rows)
+    column_means = new_means(COLUMN_MEAN, [each.of_columns for each in sums], rows, vectors.for_columns)
+    totals = vectors.sums_of_rows(row_means.double())
+    _sum_each_over_shards(group, totals.split(vectors.matrices), -2)
+    means = (totals / vectors.for_matrices(rows)).float()
+    means = torch.maximum(means, vectors.for_matrices(scalars["min_mean"]))
+    row_factors = (vectors.rows_of_matrices(means.double()) / row_means.double()).sqrt().float()
+    column_factors = column_means.double().sqrt().reciprocal().float()
+    by_entry = zip(row_means.split(vectors.rows), column_means.split(vectors.columns), strict=True)
+    group.new_means = [{ROW_MEAN: row, COLUMN_MEAN: column} for row, column in by_entry]
+    factors = zip(row_factors.split(vectors.rows), column_factors.split(vectors.columns), strict=True)
+    for entry, of_entry in zip(entries, factors, strict=True):
+        entry.factors = of_entry
+
+
+def _matrix_sums(group: FusedGroup, k: int) -> MatrixSums:
+    """The sums of `spec.factored` over rows and columns of this rank's part of an entry, by torch's operations."""
+    weight, spec = group.entries[k].weight, group.spec
+    assert spec.factored is not None
+    *before, rows, columns = weight.shape
+    shapes = (math.prod(before), rows, 1), (math.prod(before), 1, columns)
+    sums = MatrixSums(*(torch.zeros(shape, dtype=torch.float64, device=weight.device) for shape in shapes))
+    size = _chunk(weight.device)
+    together, rows_at_once = max(size // max(rows * columns, 1), 1), max(size // max(columns, 1), 1)
+    for first in range(0, math.prod(before), together):
+        some = slice(first, first + together)
+        for row in range(0, rows, rows_at_once):
+            part = slice(row, row + rows_at_once)
+            shape = sums.of_rows[some, part].shape[:2]
+            start = (first * rows + row) * columns
+            elements = group.elements(k, slice(start, start + math.prod(shape) * columns))
+            terms = evaluate(spec.factored, spec, *elements).view(*shape, columns)
+            sums.of_rows[some, part] = terms.sum(-1, keepdim=True, dtype=torch.float64)
+            sums.of_columns[some] += terms.sum(-2, keepdim=True, dtype=torch.float64)
+    return MatrixSums(sums.of_rows.view(-1), sums.of_columns.view(-1))
+
+
+def _sum_each_over_shards(group: FusedGroup, values: Sequence[Tensor], dim: int) -> None:
+    """Sum `values`, one of each entry, in place over the ranks that share dimension `dim`."""
+    by_sharding: dict[Sharding, list[Tensor]] = defaultdict(list)
+    for value, entry in zip(values, group.entries, strict=True) if group.sharding is not None else ():
+        if (sharding := sharding_of(entry.param, dim)) is not None:
+            by_sharding[sharding].append(value)
+    for sharding, together in by_sharding.items():
+        total = sum_over_shards(torch.cat(together), sharding)
+        torch._foreach_copy_(together, total.split(list(map(len, together))))
+
+
+# Orthogonalized matrices.
 
 
 class MatrixAlgorithm(Protocol):
@@ -47,18 +162,6 @@ class MatrixAlgorithm(Protocol):
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
         """The factor of the learning rate for a parameter of `shape`."""
-
-
-def compute_tensor_means(backend_steps: Iterable[BackendStep]) -> None:
-    """Give every fused group the means that its formula needs, for the coming step.
-
-    Called after gradients, scalars and the clip factor of the step are set, since the formulas use them.
-    """
-    for backend_step in backend_steps:
-        fused_group = backend_step.fused_group
-        if fused_group.spec.tensor_means:
-            sums = sum_over_shards(backend_step.tensor_sums(), fused_group.sharding)
-            fused_group.per_param_scalars = (sums / fused_group.full_sizes[:, None]).float()
 
 
 def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[range]:
@@ -127,15 +230,15 @@ def _matrix_slots(fused_group: FusedGroup, parts: Sequence[range]) -> list[Tenso
 def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
     """`lr_scale` of each entry, FP32 of shape (entries, 1) on the group's device; sent there when one has changed."""
     values = [algorithm.lr_scale(entry.group, entry.param.shape) for entry in fused_group.entries]
-    if fused_group.lr_scales is None or fused_group.lr_scales.values != values:
+    if fused_group.lr_scales is None or fused_group.lr_scales[0] != values:
         column = torch.tensor(values, dtype=torch.float32, device=fused_group.device)[:, None]
-        fused_group.lr_scales = LrScales(values, column)
-    return fused_group.lr_scales.column
+        fused_group.lr_scales = values, column
+    return fused_group.lr_scales[1]
 
 
 def _compute_momentum_matrix(slot: Tensor, algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int) -> None:
     """Write this rank's part of what is orthogonalized for entry number `k` into `slot`."""
-    size = min(CHUNK, _CPU_CHUNK) if slot.device.type == "cpu" else CHUNK
+    size = _chunk(slot.device)
     for start in range(0, slot.numel(), size):
         chunk = slice(start, start + size)
         elements = fused_group.elements_without_weight(k, chunk)
@@ -171,3 +274,7 @@ def _orthogonalize(slots: list[Tensor], algorithm: MatrixAlgorithm, entries: lis
         results = (algorithm.orthogonalize(group, full) for full in fulls)
     for slot, entry, result in zip(slots, entries, results, strict=True):
         slot.copy_(shard_like(result, entry.param) if is_sharded(entry.param) else result)
+
+
+def _chunk(device: torch.device) -> int:
+    return min(CHUNK, _CPU_CHUNK) if device.type == "cpu" else CHUNK

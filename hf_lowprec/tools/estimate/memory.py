@@ -24,12 +24,11 @@ from hf_lowprec.optim.backends.eager import EagerStep
 from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.host_steps import staging_bytes
-from hf_lowprec.optim.step.factored_moments import compute_factors
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_factors, parts_to_step
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
 from hf_lowprec.tools.estimate.activations import Activations, LiveMemory
 
@@ -190,7 +189,7 @@ def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, clipped: bool)
     for spec, entries in alike.items():
         fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
         fused_group.set_gradients(fused_group.weights, [0] * len(entries))
-        fused_group.compute_scalars(optimizer.scalars)
+        fused_group.step_scalars.compute(optimizer.scalars)
         if clipped:
             fused_group.clip_factor = torch.ones((), device="meta")
         yield fused_group
