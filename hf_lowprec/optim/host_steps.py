@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hf_lowprec.optim.gradients import buckets
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.clipping import square_sum
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
 
@@ -227,7 +226,7 @@ class OffloadedStep(BackendStep):
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on their device."""
         if not self._gradients_on_host:
-            return square_sum(self.fused_group)
+            return super().square_sum()
         return torch.stack([bucket.square_sum_on_host() for bucket in self._buckets]).sum().to(self.fused_group.device)
 
     def tensor_sums(self) -> Tensor:

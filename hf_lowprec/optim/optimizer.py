@@ -25,19 +25,13 @@ from hf_lowprec.optim.gradients.offload import OffloadedGradients
 from hf_lowprec.optim.gradients.release import GradientRelease
 from hf_lowprec.optim.host_steps import HostSteps, OffloadedStep
 from hf_lowprec.optim.param_groups import params_of
-from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad, without_torch_function
+from hf_lowprec.optim.private_torch_apis import never_compiled, undecorated, without_grad
 from hf_lowprec.optim.state.fp32_weights import reset_low_bits_of_other_weights, zero_low_bits_of_other_weights
 from hf_lowprec.optim.state.saved_formats import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.clipping import (
-    DelayedClipping,
-    GradientClipping,
-    PendingClip,
-    has_views,
-    replace_bucket_views,
-)
+from hf_lowprec.optim.step.clipping import DelayedClipping, GradientClipping
 from hf_lowprec.optim.step.fingerprint import warn_about_changed_dtypes
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
@@ -181,8 +175,7 @@ class LowPrecisionOptimizer(Algorithm):
                 with interrupts.deferred():
                     self.run_step(plan)
                     self.finish_host_steps()
-                    self.grad_norm = norm
-                    self.clipping.step_taken(norm, self.skip_nonfinite)
+                    self.clipping.step_taken(self, norm)
         self.gradients.end_step()
         return loss
 
@@ -200,8 +193,8 @@ class LowPrecisionOptimizer(Algorithm):
             norm: that of all gradients before clipping, on all ranks; FP32 scalar on their device.
         """
         self.gradients.stepped_in_parts = True
-        self.grad_norm = self.clipping.given = norm
-        self.clipping.step_taken(norm, self.skip_nonfinite)
+        self.clipping.given = norm
+        self.clipping.step_taken(self, norm)
 
     @never_compiled
     @without_grad
@@ -237,8 +230,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         for fused_group in plan.fused_groups:
             fused_group.step_scalars.compute(self.scalars)
-        # The gradients' norm, the clip factor, whether the step is skipped.
-        norm = self.clipping.clip_step(plan.backend_steps, self.max_grad_norm, self.skip_nonfinite)
+        norm = self.clipping.clip_step(self, plan.backend_steps)  # the norm, the clip factor, whether it is skipped
         compute_factors(plan.backend_steps)
         compute_tensor_means(plan.backend_steps)
         return norm
@@ -272,9 +264,14 @@ class LowPrecisionOptimizer(Algorithm):
         """
         self.check_groups()
         self.gradients.gather()
-        if self.clipping.pending is not None:
-            self.clipping.match(self._gradients())
+        self.clipping.match(self)
         self._plan = self._updated_plan(self._plan, clipped=self.limit is not None)
+        return self._plan
+
+    def plan_norm(self, clipped: bool) -> StepPlan:
+        """Return a plan with gradients, of which only the norm is computed; `clipped`: whether they will be clipped."""
+        self._spell_out_modes()
+        self._plan = self._updated_plan(self._plan, clipped, norm_only=True)
         return self._plan
 
     def check_groups(self) -> None:
@@ -338,7 +335,7 @@ class LowPrecisionOptimizer(Algorithm):
     @property
     def limit(self) -> float | None:
         """The norm to which the coming step clips gradients; None if it does not clip."""
-        return self.clipping.limit(self.max_grad_norm)
+        return self.clipping.limit(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -371,7 +368,7 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        return self.compute_norm(None).norm
+        return self.clipping.compute_norm(self, None).norm
 
     @never_compiled
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -396,26 +393,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         if max_norm != math.inf:
             arguments.Argument(float, default=1.0, gt=0).check("max_norm", max_norm)
-        return self.gradients.clip_grad_norm_(max_norm)
-
-    @without_grad
-    def compute_norm(self, max_norm: float | None) -> PendingClip:
-        """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
-        self.gradients.gather()
-        grads = self._gradients()
-        self.clipping.match(grads)
-        if max_norm is not None and not self.clipping.clips and has_views(grads):
-            replace_bucket_views(params_of(self))
-            grads = self._gradients()
-        self._spell_out_modes()
-        limit = self.clipping.limit(default=self.max_grad_norm, requested=max_norm)
-        self._plan = self._updated_plan(self._plan, clipped=limit is not None, norm_only=True)
-        with self._plan as plan:
-            return self.clipping.compute_norm(grads, plan.backend_steps, max_norm)
-
-    def _gradients(self) -> list[Tensor]:
-        with without_torch_function():
-            return [grad for grad in map(self.gradient_of, params_of(self)) if grad is not None]
+        return self.clipping.clip_grad_norm_(self, max_norm)
 
     @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:

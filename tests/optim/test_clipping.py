@@ -12,7 +12,8 @@ from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends.eager import EagerStep
-from hf_lowprec.optim.step.clipping import CHUNK, clip_factor
+from hf_lowprec.optim.step.backend_step import CHUNK
+from hf_lowprec.optim.step.clipping import clip_factor
 from tests.support.triton_available import device_of, quiet_interpreter, rarely_on_triton
 
 pytestmark = quiet_interpreter

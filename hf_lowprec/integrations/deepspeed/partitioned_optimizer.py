@@ -21,7 +21,7 @@ from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import FlatPart, part_of, set_flat_part
 from hf_lowprec.optim.state.fp32_weights import fp32_estimator
-from hf_lowprec.optim.step.clipping import square_sum_of
+from hf_lowprec.optim.step.backend_step import square_sum_of
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.reduction.rank_mean import mean_of_slices
 from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_bits

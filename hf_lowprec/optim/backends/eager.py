@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.step import clipping
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK
 from hf_lowprec.optim.step.fused_step import evaluate, fused_step
@@ -48,10 +47,6 @@ class EagerStep(BackendStep):
                 state.view(-1)[chunk.start // BLOCK : chunk.stop // BLOCK].copy_(new_states[name][::BLOCK])
             else:
                 state.view(-1)[chunk].copy_(new_states[name])
-
-    def square_sum(self) -> Tensor:
-        """The sum of the squares of the group's gradients; FP64 scalar on its device."""
-        return clipping.square_sum(self.fused_group)
 
     def tensor_sums(self) -> Tensor:
         """The sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the group's device."""

@@ -67,11 +67,6 @@ class Gradients:
         """Bring all gradients to where the step, or their norm, expects them."""
         place_gradients(self.params())
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the coming step; return the norm before it, see `LowPrecisionOptimizer.clip_grad_norm_`."""
-        norm: Tensor = self._optimizer.compute_norm(max_norm).norm_before
-        return norm
-
     def end_step(self) -> None:
         """End the step: step what is left, and forget the gradients if they are not in `param.grad`."""
 

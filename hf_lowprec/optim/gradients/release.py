@@ -11,7 +11,6 @@ moments instead: Σgᵢ² is not (Σgᵢ)², so every second moment would be tha
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -22,13 +21,8 @@ from hf_lowprec.optim.arguments import check_execution_arguments
 from hf_lowprec.optim.gradients.collector import GradientCollector
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step import interrupts
+from hf_lowprec.optim.step.clipping import ALTERNATIVES
 from hf_lowprec.optim.step.step_plan import StepPlan
-
-_ALTERNATIVES = (
-    "use StableAdamW, which clips each tensor's update by itself, or clip='delayed', which clips by the norm of the "
-    "step before"
-)
-"""The alternatives to clipping by the norm of all gradients."""
 
 
 class GradientRelease(GradientCollector):
@@ -37,7 +31,7 @@ class GradientRelease(GradientCollector):
     argument = "gradient_release=True"
     accumulates = False
     stepped_in_parts = True
-    _without_that = f"stepped other parameters without that. To clip, {_ALTERNATIVES}"
+    _without_that = f"stepped other parameters without that. To clip, {ALTERNATIVES}"
 
     def __init__(self, optimizer: Any) -> None:
         self._plans: dict[tuple[Any, int], StepPlan] = {}
@@ -55,42 +49,28 @@ class GradientRelease(GradientCollector):
             "and no norm before it; optimizer.grad_norm is that of the last step with clip='delayed'"
         )
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The norm of all gradients before clipping. Steps the parameters that are left.
-
-        Raises:
-            RuntimeError: the optimizer does not clip by the norm of the step before.
-            ValueError: `max_norm` is not the norm to which it clips.
-        """
-        optimizer = self._optimizer
-        if optimizer.clip != "delayed":
-            raise RuntimeError(
-                f"clip_grad_norm_({max_norm!r}): gradient_release=True frees gradients during the backward pass, so "
-                "the norm of all gradients is known only after most parameters are stepped: "
-                f"{_ALTERNATIVES}; with Trainer, set max_grad_norm=0"
-            )
-        if max_norm not in (math.inf, optimizer.max_grad_norm):
-            raise ValueError(
-                f"clip_grad_norm_({max_norm!r}) comes after parameters were stepped with "
-                f"max_grad_norm={optimizer.max_grad_norm!r}; set optimizer.max_grad_norm before the backward pass"
-            )
-        with self._lock:
-            self._take_rest()
-            norm: Tensor = optimizer.clipping.norm()
-        return norm
-
-    def end_step(self) -> None:
-        """Step the parameters that have a gradient and were not stepped during the backward pass, and end the step.
+    def step_rest(self) -> None:
+        """Step the parameters that have a gradient and were not stepped during the backward pass.
 
         Raises:
             RuntimeError: a stepped parameter was given another gradient, or settings were changed since.
         """
-        optimizer = self._optimizer
         with self._lock:
             self._take_rest()
-            delayed = optimizer.clip == "delayed" and self._taken
-            optimizer.grad_norm = optimizer.clipping.end_step() if delayed else None
-            self.begin_anew()
+        if self._settings_at_start not in (None, self._settings()):
+            raise RuntimeError(
+                "the learning rate or another setting of a param group was changed between the backward pass and "
+                "step(), but gradient_release=True has stepped parameters with the former ones; change settings before "
+                "the backward pass"
+            )
+
+    def end_step(self) -> None:
+        self.step_rest()
+        optimizer, clipping = self._optimizer, self._optimizer.clipping
+        optimizer.grad_norm = None
+        if optimizer.clip == "delayed" and self._taken:
+            optimizer.grad_norm = clipping.norm_before = clipping.norm()
+        self.begin_anew()
         optimizer.finish_host_steps()
 
     def zero(self, set_to_none: bool) -> None:
@@ -114,15 +94,6 @@ class GradientRelease(GradientCollector):
     def _before_final(self, param: Tensor) -> None:
         if param in self._versions:
             raise RuntimeError(self._second_gradient(param))
-
-    def _take_rest(self) -> None:
-        super()._take_rest()
-        if self._settings_at_start not in (None, self._settings()):
-            raise RuntimeError(
-                "the learning rate or another setting of a param group was changed between the backward pass and "
-                "step(), but gradient_release=True has stepped parameters with the former ones; change settings before "
-                "the backward pass"
-            )
 
     @without_grad
     def _take(self, key: Any, params: Sequence[Tensor]) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.matrix_tiles import MatrixSums
+
+CHUNK = 1 << 16
+"""Elements that are converted to FP64 at a time; they stay in a core's cache."""
+
+_DEVICE_CHUNK = 1 << 24
+"""The same on other devices, where each operation takes a launch."""
 
 
 class BackendStep(ABC):
@@ -27,9 +35,10 @@ class BackendStep(ABC):
     def run(self, entries: range) -> None:
         """Step some consecutive entries of the group in place, unless `fused_group.enabled` is false."""
 
-    @abstractmethod
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients on this rank; FP64 scalar on its device."""
+        grads = (entry.grad for entry in self.fused_group.entries if entry.grad is not None)
+        return square_sum_of(grads, self.fused_group.device)
 
     @abstractmethod
     def tensor_sums(self) -> Tensor:
@@ -50,3 +59,15 @@ class BackendStep(ABC):
 
     def release_tables(self) -> None:  # noqa: B027
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""
+
+
+def square_sum_of(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of contiguous tensors on `device`; FP64 scalar there."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    size = CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    for grad in grads:
+        flat = grad.view(-1)
+        for chunk in flat.split(size) if flat.numel() > size else (flat,):
+            values = chunk.double()
+            total += torch.dot(values, values)
+    return total

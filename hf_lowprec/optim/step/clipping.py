@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.private_torch_apis import local_tensors, without_torch_function
+from hf_lowprec.optim.param_groups import params_of
+from hf_lowprec.optim.private_torch_apis import local_tensors, without_grad, without_torch_function
 from hf_lowprec.optim.sharding import Sharding, local_shard, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused_group import FusedGroup
 
-CHUNK = 1 << 16
-"""Elements that are converted to FP64 at a time; they stay in a core's cache."""
-
-_DEVICE_CHUNK = 1 << 24
-"""The same on other devices, where each operation takes a launch."""
+ALTERNATIVES = (
+    "use StableAdamW, which clips each tensor's update by itself, or clip='delayed', which clips by the norm of the "
+    "step before"
+)
+"""The alternatives to clipping by the norm of all gradients."""
 
 # Torch's result would need the clipped part of a gradient, and after a backward only its sum with the new part is left,
 # whether or not the clipped part was zeroed in place before.
@@ -39,24 +39,6 @@ GRADIENTS_CHANGED = (
     "gradients can no longer be told apart. Call clip_grad_norm_ last; or use torch.nn.utils.clip_grad_norm_, which "
     "scales the gradients at once; or call optimizer.zero_grad() to drop the clipping"
 )
-
-
-def square_sum(fused_group: FusedGroup) -> Tensor:
-    """The sum of the squares of a group's gradients with torch's own operations; FP64 scalar on its device."""
-    grads = [entry.grad for entry in fused_group.entries if entry.grad is not None]
-    return square_sum_of(grads, fused_group.device)
-
-
-def square_sum_of(grads: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of contiguous tensors on `device`; FP64 scalar there."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    size = CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-    for grad in grads:
-        flat = grad.view(-1)
-        for chunk in flat.split(size) if flat.numel() > size else (flat,):
-            values = chunk.double()
-            total += torch.dot(values, values)
-    return total
 
 
 Squares = tuple[Sharding | None, Tensor]
@@ -85,23 +67,23 @@ def _count_of_shards(numbered: tuple[int, Squares]) -> int:
     return 1 if sharding is None else math.prod(sharding.mesh.size(dim) for dim in sharding.mesh_dims)
 
 
-def _squares_of(step: BackendStep) -> Squares:
-    return step.fused_group.sharding, step.square_sum()
-
-
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The FP32 factor that brings gradients of norm `norm` down to `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
     limit = max_norm if isinstance(max_norm, Tensor) else float(max_norm)  # torch refuses fractions and large integers
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def has_views(grads: Sequence[Tensor]) -> bool:
-    """Return whether some gradients are views, as those in DDP's buckets are."""
+def _gradients_of(optimizer: Any) -> list[Tensor]:
+    with without_torch_function():
+        return [grad for grad in map(optimizer.gradient_of, params_of(optimizer)) if grad is not None]
+
+
+def _has_views(grads: Sequence[Tensor]) -> bool:
     with without_torch_function():
         return any(map(Tensor._is_view, grads))
 
 
-def replace_bucket_views(params: Iterable[Tensor]) -> None:
+def _replace_bucket_views(params: Iterable[Tensor]) -> None:
     """Replace every gradient that is a view by another view of the same memory, before it is clipped.
 
     DDP keeps the views of its buckets (`gradient_as_bucket_view=True`) and hands them out again after `zero_grad()`. So
@@ -114,7 +96,7 @@ def replace_bucket_views(params: Iterable[Tensor]) -> None:
 
 
 class GradientClipping:
-    """The clipping of an optimizer's coming step, and its count of skipped steps.
+    """The clipping of an optimizer's coming step by the norm of its gradients, and its count of skipped steps.
 
     Attributes:
         pending: what `clip_grad_norm_` or `global_grad_norm` computed for the gradients that are there; None if neither
@@ -132,59 +114,60 @@ class GradientClipping:
         self.skipped_steps: Tensor | None = None
         self.norm_before = norm_before
 
-    def limit(self, default: float | None, requested: float | None = None) -> float | None:
-        """The norm to which the coming step clips gradients; None if it does not clip.
+    def limit(self, optimizer: Any, requested: float | None = None) -> float | None:
+        """The norm to which the coming step of `optimizer` clips gradients; None if it does not clip.
 
         Args:
-            default: the optimizer's `max_grad_norm`, for gradients of which `clip_grad_norm_` was not called.
+            optimizer: its `max_grad_norm` is for gradients of which `clip_grad_norm_` was not called.
             requested: what a call of `clip_grad_norm_` that is under way asks for, after earlier calls.
         """
         smallest = _smallest(requested, self.pending)
-        limit = default if smallest is None else smallest
+        limit: float | None = optimizer.max_grad_norm if smallest is None else smallest
         return None if limit == math.inf else limit
 
-    @property
-    def clips(self) -> bool:
-        """True if `clip_grad_norm_` was called for the gradients that are there."""
-        return self.pending is not None and self.pending.limit is not None
-
-    def match(self, grads: Sequence[Tensor]) -> None:
-        """Discard `pending` if it belongs to gradients other than `grads`.
+    def match(self, optimizer: Any) -> None:
+        """Discard `pending` if it belongs to gradients other than those that `optimizer` has now.
 
         Raises:
             RuntimeError: gradients that are to be clipped were written to, or others were added.
         """
-        if self.pending is not None and not self.pending.applies_to(grads):
+        if self.pending is not None and not self.pending.applies_to(_gradients_of(optimizer)):
             self.pending = None
 
-    def compute_norm(
-        self, grads: Sequence[Tensor], backend_steps: Sequence[BackendStep], max_norm: float | None
-    ) -> PendingClip:
-        """Compute the norm of `grads`, for `clip_grad_norm_` and `global_grad_norm`, and set `pending`.
+    def clip_grad_norm_(self, optimizer: Any, max_norm: float) -> Tensor:
+        """Clip the coming step; return the norm before it, see `LowPrecisionOptimizer.clip_grad_norm_`."""
+        return self.compute_norm(optimizer, max_norm).norm_before
 
-        Called after `match`.
+    @without_grad
+    def compute_norm(self, optimizer: Any, max_norm: float | None) -> PendingClip:
+        """Compute the norm of the gradients, for `clip_grad_norm_` and `global_grad_norm`, and set `pending`.
 
         Args:
-            grads: the gradients that are there.
-            backend_steps: those of the coming step, which have these gradients.
+            optimizer: it has the gradients.
             max_norm: the norm to which they are to be clipped; infinity or None does not clip.
 
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`. `pending` is left unchanged.
         """
-        self.pending = PendingClip(grads, self._verified_norm(backend_steps), max_norm, self.pending)
+        optimizer.gradients.gather()
+        self.match(optimizer)
+        grads = _gradients_of(optimizer)
+        is_clipped = self.pending is not None and self.pending.limit is not None
+        if max_norm is not None and not is_clipped and _has_views(grads):
+            _replace_bucket_views(params_of(optimizer))
+            grads = _gradients_of(optimizer)
+        with optimizer.plan_norm(clipped=self.limit(optimizer, max_norm) is not None) as plan:
+            self.pending = PendingClip(grads, self._verified_norm(plan.backend_steps), max_norm, self.pending)
         return self.pending
 
     def _verified_norm(self, backend_steps: Sequence[BackendStep]) -> Tensor:
         """Compute the norm of all gradients. It may show that clipped gradients were written to, an error."""
-        norm = global_norm([*map(_squares_of, backend_steps)])
+        norm = global_norm([(step.fused_group.sharding, step.square_sum()) for step in backend_steps])
         if self.pending is not None and self.pending.unverified:
             self.pending.verify(norm)
         return norm
 
-    def clip_step(
-        self, backend_steps: Sequence[BackendStep], max_grad_norm: float | None, skip_nonfinite: bool
-    ) -> Tensor | None:
+    def clip_step(self, optimizer: Any, backend_steps: Sequence[BackendStep]) -> Tensor | None:
         """Set the clip factor of the coming step and, with `skip_nonfinite`, whether it is taken.
 
         Called after `match`, with the groups' gradients.
@@ -195,8 +178,8 @@ class GradientClipping:
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        limit, known = self.limit(max_grad_norm), self.pending
-        if limit is None and not skip_nonfinite:
+        limit, known = self.limit(optimizer), self.pending
+        if limit is None and not optimizer.skip_nonfinite:
             return None
         if self.given is not None:
             norm, known = self.given, None
@@ -208,23 +191,24 @@ class GradientClipping:
                 factor = clip_factor(norm, limit)
             for step in backend_steps:
                 step.fused_group.clip_factor = factor.to(step.fused_group.device)
-        if skip_nonfinite:
+        if optimizer.skip_nonfinite:
             for step in backend_steps:
                 step.fused_group.enabled = norm.isfinite().to(step.fused_group.device)
         return norm
 
-    def step_taken(self, norm: Tensor | None, skip_nonfinite: bool) -> None:
+    def step_taken(self, optimizer: Any, norm: Tensor | None) -> None:
         """Note that the step was taken, or skipped; `norm` is what `clip_step` returned."""
+        optimizer.grad_norm = norm
         if self.pending is not None:
             self.pending.taken = True
-        if norm is not None and skip_nonfinite:
+        if norm is not None and optimizer.skip_nonfinite:
             if self.skipped_steps is None:
                 self.skipped_steps = torch.zeros((), dtype=torch.int64, device=norm.device)
             self.skipped_steps += ~norm.isfinite()
 
 
 class DelayedClipping(GradientClipping):
-    """Clips by the gradient norm of the step before.
+    """Clips by the norm of the step before, for gradients that are released: they never exist all at once.
 
     The squares of every bucket are added up in FP64, in the order of the buckets, which is that of the backward pass.
     """
@@ -234,16 +218,35 @@ class DelayedClipping(GradientClipping):
         self._squares: dict[tuple[Sharding | None, torch.device], Tensor] = {}
         self._norm: Tensor | None = None
 
-    def clip_step(
-        self, backend_steps: Sequence[BackendStep], max_grad_norm: float | None, skip_nonfinite: bool
-    ) -> Tensor | None:
+    def clip_grad_norm_(self, optimizer: Any, max_norm: float) -> Tensor:
+        """The norm of all gradients before clipping. Steps the parameters that are left.
+
+        Raises:
+            RuntimeError: the optimizer does not clip by the norm of the step before.
+            ValueError: `max_norm` is not the norm to which it clips.
+        """
+        if optimizer.clip != "delayed":
+            raise RuntimeError(
+                f"clip_grad_norm_({max_norm!r}): gradient_release=True frees gradients during the backward pass, so "
+                f"the norm of all gradients is known only after most parameters are stepped: {ALTERNATIVES}; with "
+                "Trainer, set max_grad_norm=0"
+            )
+        if max_norm not in (math.inf, optimizer.max_grad_norm):
+            raise ValueError(
+                f"clip_grad_norm_({max_norm!r}) comes after parameters were stepped with "
+                f"max_grad_norm={optimizer.max_grad_norm!r}; set optimizer.max_grad_norm before the backward pass"
+            )
+        optimizer.gradients.step_rest()
+        return self.norm()
+
+    def clip_step(self, optimizer: Any, backend_steps: Sequence[BackendStep]) -> Tensor | None:
         """Set the clip factors of a bucket's groups, and add up their squares. Returns None: the norm is not known."""
-        if max_grad_norm is None:
+        if (limit := self.limit(optimizer)) is None:
             return None
         for step in backend_steps:
             group = step.fused_group
             norm = torch.as_tensor(self.norm_before, dtype=torch.float32, device=group.device)
-            group.clip_factor = clip_factor(norm, max_grad_norm)
+            group.clip_factor = clip_factor(norm, limit)
             key, squares = (group.sharding, group.device), step.square_sum()
             self._squares[key] = self._squares[key] + squares if key in self._squares else squares
         return None
@@ -257,11 +260,6 @@ class DelayedClipping(GradientClipping):
             keys = sorted(self._squares, key=lambda key: str(key[1]))  # threads of several devices have no fixed order
             self._norm = global_norm([(key[0], self._squares[key]) for key in keys])
         return global_norm([]) if self._norm is None else self._norm
-
-    def end_step(self) -> Tensor:
-        """End the running step, and return its norm, by which the next one is clipped."""
-        self.norm_before = norm = self.norm()
-        return norm
 
 
 class PendingClip:
