@@ -36,6 +36,29 @@ def test_the_users_callback_replaces_ours(tmp_path, capsys):
     assert all("lost_updates" not in entry for entry in trainer.state.log_history)
 
 
+@pytest.mark.parametrize("report", [True, False])
+def test_a_callback_may_be_used_again(tmp_path, capsys, caplog, report):
+    """One message says that autocast is off: in the report, or in the log if there is no report."""
+    callback = hf_lowprec.LowPrecisionCallback(report=report)
+    for _ in range(2):
+        caplog.clear()
+        trained(tmp_path, optim="adamw_bf16_kahan", bf16=True, callbacks=[callback], max_steps=1)
+        counts = [
+            text.count("mixed precision: 'bf16' (the default of some Trainers) is off")
+            for text in (capsys.readouterr().out, caplog.text)
+        ]
+        assert counts == [report, not report]
+
+
+def test_patterns_of_optim_args_and_of_the_callback_add_up(tmp_path):
+    callback = hf_lowprec.LowPrecisionCallback(keep_fp32="*.down_proj")
+    trainer = trained(
+        tmp_path, optim="adamw_bf16_kahan", optim_args="keep_fp32=lm_head", callbacks=[callback], max_steps=1
+    )
+    kept = {name for name, p in trainer.model.named_parameters() if p.dtype == torch.float32 and "norm" not in name}
+    assert kept == {"lm_head.weight", *(f"model.layers.{k}.mlp.down_proj.weight" for k in (0, 1))}
+
+
 def test_a_callback_added_too_late_says_so(tmp_path):
     trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=counting_data())
     trainer.add_callback(hf_lowprec.LowPrecisionCallback())
@@ -119,18 +142,13 @@ def test_optim_args_win_over_the_callback(tmp_path, capsys):
     trained(tmp_path, optim="adamw_bf16_sr", callbacks=[callback], max_steps=1)
     assert callback.reduction.grad_accumulation == "fp32"
     assert "an FP32 sum, 4 bytes per parameter" in capsys.readouterr().out
-    words = "grad_accumulation=nearest,check_replicas_every=2"
-    trained(tmp_path, optim="adamw_bf16_sr", optim_args=words, callbacks=[callback], max_steps=1)
-    assert callback.reduction.grad_accumulation == "nearest"
-
-
-def test_sums_by_nccl_are_requested_in_either_place_and_never_replaced(tmp_path):
-    callback = hf_lowprec.LowPrecisionCallback(reduction="nccl")
+    callback.requested_reduction = "nccl"
     for settings in ({"callbacks": [callback]}, {"optim_args": "reduction=nccl"}):
         with pytest.raises(ValueError, match="reduction='nccl' is a reduce-scatter of FSDP2"):
             trained(tmp_path, optim="adamw_bf16_sr", **settings)
-    trained(tmp_path, optim="adamw_bf16_sr", optim_args="reduction=rank_order", callbacks=[callback], max_steps=1)
-    assert callback.reduction.reduction == "rank_order"
+    words = "grad_accumulation=nearest,check_replicas_every=2,reduction=rank_order"
+    trained(tmp_path, optim="adamw_bf16_sr", optim_args=words, callbacks=[callback], max_steps=1)
+    assert (callback.reduction.grad_accumulation, callback.reduction.reduction) == ("nearest", "rank_order")
 
 
 @pytest.mark.parametrize(

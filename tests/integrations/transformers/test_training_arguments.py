@@ -71,6 +71,13 @@ def test_three_betas_are_not_two(tmp_path, settings, message):
         checked_arguments(arguments(tmp_path, optim="adan_bf16_sr", **settings))
 
 
+def test_a_factory_names_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"'adamw_bf16_kahn' is unknown \(did you mean 'adamw_bf16_kahan'\?\)"):
+        hf_lowprec.optimizer_factory("adamw_bf16_kahn")
+    with pytest.raises(ValueError, match="'sed' is not an argument"):
+        hf_lowprec.optimizer_factory("adamw_bf16_sr", sed=1)
+
+
 def test_saved_arguments_are_read_without_this_package(tmp_path):
     """`training_args.bin`, which Trainer saves with every model."""
     saved = [arguments(tmp_path, optim=name) for name in hf_lowprec.OPTIMIZER_NAMES]

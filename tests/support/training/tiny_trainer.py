@@ -66,9 +66,28 @@ def is_precision(name: str) -> bool:
     return name.startswith("lost_") or name == "norms_never_moved"
 
 
+def logged(trainer, key: str) -> list:
+    """The values of `key` in the logs."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
 def losses(trainer) -> list[float]:
     """The logged training losses."""
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged(trainer, "loss")
+
+
+def assert_same_weights(trainer, reference) -> None:
+    """Assert that two models have the same parameters, bit for bit."""
+    for (name, ours), theirs in zip(trainer.model.named_parameters(), reference.model.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+
+
+def assert_same(trainer, reference) -> None:
+    """Assert that two models have the same parameters, and their optimizers the same states, bit for bit."""
+    assert_same_weights(trainer, reference)
+    states = (optimizer_of(one).state.values() for one in (trainer, reference))
+    for ours, theirs in zip(*states, strict=True):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def assert_follows(trainer, reference, share: float = 0.005) -> None:
