@@ -10,15 +10,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
-from torch.nn.functional import cross_entropy
-from transformers import (
-    Trainer,
-)
+from torch.nn.functional import cross_entropy, mse_loss
+from transformers import Trainer
 
 import hf_lowprec
 from tests.support.models import tiny_models
 from tests.support.processes.ranks import run_ranks
-from tests.support.training.tiny_trainer import arguments
+from tests.support.training.tiny_trainer import VOCABULARY, arguments, assert_follows, llama, trained
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -52,7 +50,9 @@ def test_a_loop_gets_what_trainer_gets(tmp_path, name):
     model, batch = build()
     trainer = Trainer(build()[0], arguments(tmp_path, optim="adamw_bf16_kahan"), train_dataset=[{}])
     _, model = prepared(model)
-    assert torch.equal(model(**batch).loss, trainer.compute_loss(trainer.model, batch))
+    outputs = model(**batch)
+    assert outputs.loss.requires_grad and outputs.logits.dtype == FP32
+    assert torch.equal(outputs.loss, trainer.compute_loss(trainer.model, batch))
     with torch.no_grad():  # without gradients attention takes another path, also in FP32
         outputs, expected = model(**batch), trainer.compute_loss(trainer.model, batch)
     assert torch.equal(outputs.loss, expected)
@@ -61,15 +61,6 @@ def test_a_loop_gets_what_trainer_gets(tmp_path, name):
     # FP32 sums of some hundred terms, each rounded a few times: far below the 2^-9 of a loss in BF16.
     assert outputs.loss.item() == pytest.approx(exact.item(), rel=1e-6)
     assert not torch.equal(outputs.loss, outputs.loss.to(BF16).float()), "a loss of eight bits"
-
-
-def test_outputs_next_to_a_loss_are_fp32_in_a_loop():
-    """As under accelerate's mixed precision: training accuracy and losses of the loop's own are made of them."""
-    model, batch = tiny_models.ARCHITECTURES["llama"].build()
-    _, model = prepared(model)
-    outputs = model(**batch)
-    assert outputs.loss.requires_grad and outputs.logits.dtype == FP32
-    assert outputs.logits.detach().numpy().dtype == "float32"
 
 
 class OwnLoss(Trainer):
@@ -111,32 +102,6 @@ def test_a_loss_of_ones_own_is_that_of_fp32(tmp_path, trainer_class, given):
     _, twin = prepared(twin)
     # A loss in BF16 is off by up to 2^-9.
     assert trainer.train().training_loss == pytest.approx(own_loss(twin, batch).item(), rel=1e-6)
-
-
-class Classifier(nn.Linear):
-    """Computes its loss in a method."""
-
-    def loss(self, logits, labels):
-        return cross_entropy(logits, labels)
-
-    def forward(self, x, labels):
-        logits = super().forward(x)
-        return {"loss": self.loss(logits, labels), "logits": logits}
-
-
-def test_the_best_model_is_chosen_by_an_fp32_loss(tmp_path):
-    """The losses of all steps are closer to each other than BF16 numbers."""
-    torch.manual_seed(0)
-    rows = [{"x": torch.randn(4), "labels": k % 3} for k in range(6)]
-    settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 4}
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "per_device_eval_batch_size": 6}
-    args = arguments(tmp_path, optim="adamw_bf16_kahan", learning_rate=1e-4, label_names=["labels"], **settings)
-    trainer = Trainer(Classifier(4, 3), args, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-    losses = {log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
-    assert len(losses) > 1 and max(losses) - min(losses) < 2**-8
-    exact = cross_entropy(torch.from_numpy(trainer.predict(rows).predictions).double(), torch.arange(6) % 3)
-    assert trainer.state.best_metric == min(losses) == pytest.approx(exact.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("trainer_class", [Trainer, type("Mine", (Trainer,), {}), DelegatingStep])
@@ -300,6 +265,52 @@ def test_one_call_for_a_loop_without_accelerate():
         hf_lowprec.return_float32(fresh)
     average = hf_lowprec.AveragedModel(model)
     assert not outputs_hooks(average.module)
+
+
+class DistillationLoss(nn.Module):
+    def __init__(self, model, teacher):
+        super().__init__()
+        self.model, self.teacher = model, teacher
+        self.head = nn.Sequential(nn.Linear(VOCABULARY, 16), nn.LayerNorm(16), nn.Linear(16, VOCABULARY))
+        self.log_scale = nn.Parameter(torch.zeros(()))
+        self.register_buffer("queue", torch.randn(4, VOCABULARY))
+
+    def forward(self, tokens):
+        logits, taught = self.model(tokens).logits, self.teacher(tokens).logits
+        assert {logits.dtype, taught.dtype} == {torch.float32}
+        scores = self.head(logits) * self.log_scale.exp() + taught @ self.queue.T @ self.queue / VOCABULARY
+        return cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + mse_loss(logits, taught)
+
+
+class LossTrainer(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(5)
+        self.loss = DistillationLoss(self.model, llama(seed=6))
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return self.loss(inputs["input_ids"])
+
+    def get_optimizer_cls_and_kwargs(self, args, model=None):
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, self.loss)
+        return cls, kwargs | {"params": self.loss.parameters()}
+
+
+def test_only_models_in_a_loss_are_cast(tmp_path):
+    settings = {"trainer_cls": LossTrainer, "learning_rate": 1e-3, "max_steps": 6, "logging_steps": 2}
+    reference = trained(tmp_path, optim="adamw_torch", **settings)
+    args = "keep_fp32=head.0|model.model.layers.0.mlp.up_proj|teacher.lm_head"
+    with pytest.raises(ValueError, match=r"too late for .*model\.layers\.0\.mlp"):
+        trained(tmp_path, optim="adamw_bf16_split", optim_args=args, **settings)
+    with pytest.raises(ValueError, match=r"'head\.9' matches no module or tensor; similar names: .*head\.0"):
+        trained(tmp_path, optim="adamw_bf16_split", optim_args="keep_fp32=head.9", **settings)
+    args = "keep_fp32=head.0|model.layers.0.mlp.up_proj|teacher.lm_head"
+    trainer = trained(tmp_path, optim="adamw_bf16_split", optim_args=args, **settings)
+    assert_follows(trainer, reference)
+    for name, tensor in (*trainer.loss.named_parameters(), *trainer.loss.named_buffers()):
+        kept = any(part in name for part in ("norm", "inv_freq", "layers.0.mlp.up_proj", "teacher.lm_head"))
+        exact = not name.startswith(("model.", "teacher.")) or kept
+        assert tensor.dtype == (torch.float32 if exact else torch.bfloat16), name
 
 
 @pytest.mark.slow
