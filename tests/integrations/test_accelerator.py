@@ -6,7 +6,6 @@ import inspect
 import math
 import pickle
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -24,12 +23,14 @@ from accelerate.utils import (
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.integrations.accelerate import accelerator as prepared_by
-from hf_lowprec.integrations.accelerate import private_apis
+from hf_lowprec.integrations.accelerate import private_apis, rank_comparison
+from hf_lowprec.integrations.carry_low_bits import give_low_bits, taken_low_bits
 from hf_lowprec.reduction.fsdp2 import check_nccl
+from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
@@ -40,6 +41,13 @@ def fresh_state():
     GradientState._reset_state()  # it holds data loaders, which do not pickle once they have run
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 class CountingClips(Accelerator):
@@ -136,11 +144,11 @@ def test_tensor_parallelism_of_accelerate_is_refused():
     built.state.parallelism_config = SimpleNamespace(tp_size=2, dp_replicate_enabled=False, cp_enabled=False)
     hf_lowprec.prepare_accelerator(built)
     with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=2\).*DistributedConfig\(tp_size=2\)"):
-        built.prepare(torch.nn.Linear(2, 2))
+        built.prepare(nn.Linear(2, 2))
 
 
 def test_pipelines_of_models_sharded_at_load_are_refused():
-    model = torch.nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
     model.is_distributed_loading_by_transformers = True
     model.config = SimpleNamespace(distributed_config=SimpleNamespace(pp_size=2, dp_size=1))
     built = accelerator()
@@ -159,7 +167,7 @@ def test_several_gpus_in_one_process_are_refused(tmp_path):
 
 def test_a_model_that_fsdp2_cannot_group_is_refused_before_its_optimizer_is_touched():
     """Accelerate takes the parameters out of the optimizer, and puts shards in their place at the end."""
-    model = torch.nn.Linear(4, 4).bfloat16()
+    model = nn.Linear(4, 4).bfloat16()
     model.bias.data = model.bias.data.float()
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
     built = fsdp(fsdp_version=2)
@@ -170,16 +178,12 @@ def test_a_model_that_fsdp2_cannot_group_is_refused_before_its_optimizer_is_touc
     assert private_apis.prepared_models(built) == []
 
 
-def test_a_model_that_was_prepared_before_is_refused():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        built = accelerator()
-        model = built.prepare(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)))
-        assert private_apis.prepared_models(built) == [model]
-        with pytest.raises(ValueError, match=r"call prepare_accelerator before accelerator\.prepare"):
-            hf_lowprec.prepare_accelerator(built)
-    finally:
-        dist.destroy_process_group()
+def test_a_model_that_was_prepared_before_is_refused(one_rank):
+    built = accelerator()
+    model = built.prepare(DistributedDataParallel(nn.Linear(2, 2)))
+    assert private_apis.prepared_models(built) == [model]
+    with pytest.raises(ValueError, match=r"call prepare_accelerator before accelerator\.prepare"):
+        hf_lowprec.prepare_accelerator(built)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_a_model_that_was_prepared_before_is_refused():
 def test_a_model_that_was_prepared_before_and_would_train_as_it_is(settings, grad_accumulation, reason):
     """In one process no wrapper gives it away: autocast would stay on, micro-batches would be added up in 16 bits."""
     built = accelerator(**settings)
-    model = torch.nn.Linear(64, 64)
+    model = nn.Linear(64, 64)
     hf_lowprec.cast_model(model)
     model, _ = built.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-3))
     before, hooks = dict(vars(built)), dict(model._forward_hooks)
@@ -251,19 +255,6 @@ def test_preparing_twice_changes_nothing():
         hf_lowprec.prepare_accelerator(built, reduction="nccl")
 
 
-def test_a_model_that_was_prepared_is_left_alone(monkeypatch):
-    """`Trainer.train()` prepares it again; by then it may be wrapped."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    hf_lowprec.cast_model(model)
-    built = accelerator()
-    hf_lowprec.prepare_accelerator(built)
-    returned = mock.Mock(wraps=prepared_by.return_float32)
-    monkeypatch.setattr(prepared_by, "return_float32", returned)
-    first = built.prepare_model(model)
-    assert built.prepare_model(first) is first
-    assert [call.args for call in returned.mock_calls] == [(model,)]
-
-
 def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
     built = accelerator(mixed_precision="bf16")
     reduction = hf_lowprec.prepare_accelerator(built)
@@ -273,7 +264,7 @@ def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
     assert sum("mixed precision: 'bf16'" in line for line in said) == 1
     seen = []
 
-    class Look(torch.nn.Linear):
+    class Look(nn.Linear):
         def forward(self, inputs):
             seen.append(torch.is_autocast_enabled("cpu"))
             return super().forward(inputs)
@@ -315,38 +306,41 @@ def test_processes_that_train_alone_are_pointed_out(monkeypatch, variables, foun
     assert [text in note for text, note in zip(found, notes, strict=True)] == [True] * len(found)
 
 
-def trained(accumulation: str, steps: int) -> tuple[list[torch.Tensor], torch.nn.Module]:
-    """The gradients of a batch in `steps` micro-batches, and the model."""
-    built = accelerator()
-    reduction = hf_lowprec.prepare_accelerator(built, grad_accumulation=accumulation)
+def summed(model: nn.Module, rows: torch.Tensor, name: str) -> torch.Tensor:
+    """The FP32 sum of the gradients of a parameter for each of `rows`, rounded once."""
+    model, total = copy.deepcopy(model), torch.zeros(())
+    for row in rows:
+        model.zero_grad()
+        model(row).float().square().sum().backward()
+        total = total + model.get_parameter(name).grad.float()
+    return total.bfloat16()
+
+
+@pytest.mark.parametrize("change", ["none", "unfrozen", "replaced"])
+def test_micro_batches_add_up_in_fp32(change):
+    """Also for parameters that become trainable after `prepare`. The BF16 sum, which `nearest` gives, differs."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(32, 32).bfloat16()
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = built.prepare(model, optimizer)
-    model = built.prepare_model(model)  # a second Trainer.train() does so
-    inputs = torch.randn(steps, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    each = []
-    for part in inputs:
-        built.backward(model(part).square().sum())
-    gradients = [param.grad for param in model.parameters()]
-    assert len(reduction.accumulators) == (accumulation != "nearest")
-    fresh = torch.nn.Linear(32, 32).bfloat16()
-    fresh.load_state_dict(model.state_dict())
-    for part in inputs:
-        fresh.zero_grad()
-        fresh(part).square().sum().backward()
-        each.append(fresh.weight.grad.double())
-    return gradients, torch.stack(each)
+    rows = torch.randn(64, 1, 8, dtype=torch.bfloat16)
+    built = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
 
+    def gradient(mode):
+        model, ours = copy.deepcopy(built), accelerator()
+        model[0].requires_grad_(change != "unfrozen")
+        hf_lowprec.prepare_accelerator(ours, mode)
+        prepared = ours.prepare(model)
+        ours.backward(prepared(rows[0]).float().square().sum())
+        model.zero_grad()
+        if change == "unfrozen":
+            model[0].requires_grad_()
+        elif change == "replaced":
+            model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        for row in rows:
+            ours.backward(prepared(row).float().square().sum())
+        return model[0].weight.grad
 
-def test_micro_batches_add_up_in_fp32():
-    (weight, _), each = trained("fp32", 8)
-    total = each[0].float()
-    for gradient in each[1:]:
-        total = total + gradient.float()
-    assert torch.equal(weight, total.bfloat16())
-    (native, _), _ = trained("nearest", 8)
-    assert not torch.equal(native, weight)
+    expected = summed(built, rows, "0.weight")
+    assert torch.equal(gradient("fp32"), expected)
+    assert not torch.equal(gradient("nearest"), expected)
 
 
 def test_micro_batches_that_were_not_accumulated_as_asked_for_are_an_error():
@@ -363,7 +357,7 @@ def test_micro_batches_that_were_not_accumulated_as_asked_for_are_an_error():
 def clipped(parameters_of, max_norm: float):
     built = accelerator(cls=CountingClips)
     hf_lowprec.prepare_accelerator(built)
-    model = torch.nn.Linear(64, 64).bfloat16()
+    model = nn.Linear(64, 64).bfloat16()
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
     model, optimizer = built.prepare(model, optimizer)
     model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
@@ -403,7 +397,7 @@ def lowprec(**settings) -> Accelerator:
 
 def with_a_model(built: Accelerator) -> Accelerator:
     torch.manual_seed(0)
-    model = torch.nn.Linear(32, 32).bfloat16()
+    model = nn.Linear(32, 32).bfloat16()
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.randn(8, 32), batch_size=2)
     built.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), loader)
@@ -422,16 +416,10 @@ def test_what_was_prepared_is_in_force_after_unpickling(also):
     reduction = hf_lowprec.prepare_accelerator(found, grad_accumulation="fp32")
     assert reduction is not hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
     assert len(reduction.accumulators) == 1
-    inputs = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for part in inputs:
-        found.backward(model(part).square().sum())
-    fresh = copy.deepcopy(model)
-    total = 0
-    for part in inputs:
-        fresh.zero_grad()
-        fresh(part).square().sum().backward()
-        total = total + fresh.weight.grad.float()
-    assert torch.equal(model.weight.grad, total.bfloat16())
+    rows = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for row in rows:
+        found.backward(model(row).float().square().sum())
+    assert torch.equal(model.weight.grad, summed(model, rows, "weight"))
     assert float(found.clip_grad_norm_(model.parameters(), 0.5)) > 0.5
     assert optimizer.limit == 0.5
     assert getattr(found, "clips", 0) == also
@@ -444,7 +432,7 @@ def test_a_trainers_accelerator_pickles(tmp_path):
     """Before it trains; from then on accelerate's own state holds what does not pickle."""
     trainer = Trainer(llama(), arguments(tmp_path, optim="adamw_bf16_kahan"), None, counting_data())
     found = pickle.loads(pickle.dumps(trainer.accelerator))
-    reference = torch.nn.Linear(2, 2)
+    reference = nn.Linear(2, 2)
     found.prepare_model(reference, evaluation_mode=True)
     assert reference.weight.dtype == torch.bfloat16  # as the callback has it
 
@@ -454,7 +442,7 @@ def test_modules_that_are_sharded_first_are_taken_out_of_every_call(monkeypatch)
 
     calls = []
     monkeypatch.setattr(torch_fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
-    first, second, third = (torch.nn.Linear(2, 2) for _ in range(3))
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
     with private_apis.before_fully_shard(lambda options: calls.append(options) or {first}):
         torch_fsdp.fully_shard([first, second], mesh=None)
         assert torch_fsdp.fully_shard(first, mesh=None) is first
@@ -469,7 +457,7 @@ def test_micro_batches_that_are_clipped_one_by_one_follow_accelerates_own_loop()
     for ours in (True, False):
         built = Accelerator(cpu=True, gradient_accumulation_steps=2)
         torch.manual_seed(0)
-        model = torch.nn.Linear(8, 8)
+        model = nn.Linear(8, 8)
         if ours:
             hf_lowprec.prepare_accelerator(built)
             optimizer = hf_lowprec.SGD(model.parameters(), lr=0.1)
@@ -496,39 +484,12 @@ def test_the_private_names_are_where_they_were():
     built = accelerator()
     assert built.state._mixed_precision == "no", f"AcceleratorState._mixed_precision is gone {where}"
     assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"
-    optimizer = built.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+    optimizer = built.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
     assert private_apis.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
     original, before = torch_fsdp.fully_shard, private_apis.before_fully_shard(lambda options: set())
     with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
         assert torch_fsdp.fully_shard is not original
     assert torch_fsdp.fully_shard is original
-
-
-@pytest.mark.parametrize("change", ["unfrozen", "replaced"])
-def test_parameters_that_become_trainable_after_prepare_are_accumulated_like_the_others(change):
-    """64 gradients of random rows: the BF16 sum, which `nearest` gives, differs."""
-    torch.manual_seed(0)
-    rows = torch.randn(64, 1, 8, dtype=torch.bfloat16)
-
-    def gradient(mode, change):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
-        model[0].requires_grad_(change != "unfrozen")
-        ours = accelerator()
-        hf_lowprec.prepare_accelerator(ours, mode)
-        prepared = ours.prepare(model)
-        ours.backward(prepared(rows[0]).float().square().sum())
-        model.zero_grad()
-        if change == "unfrozen":
-            model[0].requires_grad_()
-        elif change == "replaced":
-            model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-        for row in rows:
-            ours.backward(prepared(row).float().square().sum())
-        return model[0].weight.grad
-
-    assert torch.equal(gradient("fp32", change), gradient("fp32", "none"))
-    assert not torch.equal(gradient("fp32", "none"), gradient("nearest", "none"))
 
 
 def test_low_bits_survive_a_prepare_that_fails():
@@ -540,3 +501,33 @@ def test_low_bits_survive_a_prepare_that_fails():
     with pytest.raises(ValueError, match="optimizer"):
         ours.prepare(model)
     assert torch.equal(attached_low_bits(model.weight), before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["layer", "module"])
+def test_ddp_has_a_prefix_that_names_in_the_model_may_have_as_well(one_rank, name, compiled):
+    model = nn.ModuleDict({name: nn.Linear(8, 8)})
+    hf_lowprec.cast_model(model)
+    before = {param: attached_low_bits(param) for param in model.parameters()}
+    with taken_low_bits(model) as kept:
+        assert not any(attached_low_bits(param) is not None for param in before)
+        wrapped = DistributedDataParallel(model)
+    give_low_bits(torch.compile(wrapped) if compiled else wrapped, kept, torch.device("cpu"))
+    assert all(torch.equal(attached_low_bits(param), expected) for param, expected in before.items())
+
+
+@pytest.mark.parametrize("before_step", [True, False], ids=["before the step", "when gradients are clipped"])
+def test_it_runs_once_and_other_hooks_run_too(monkeypatch, before_step):
+    compared, others = [], []
+    monkeypatch.setattr(rank_comparison, "trains_on_several_ranks", lambda *_: compared.append("ran"))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    comparison = rank_comparison.RankComparison(
+        SimpleNamespace(num_processes=2, gradient_state=None), ReductionStatus("nearest")
+    )
+    comparison.watch(optimizer, [])
+    optimizer.register_step_pre_hook(lambda *_: others.append("ran"))
+    if not before_step:
+        comparison.compare(optimizer, 1.0)
+    optimizer.step()
+    optimizer.step()
+    assert compared == ["ran"] and others == ["ran"] * 2
