@@ -1,8 +1,9 @@
-"""Compensations and remainders start with the low bits that a cast has kept, else at zero."""
+"""Low bits: compensations and remainders start with those that a cast has kept, and the next optimizer gets them."""
 
 import copy
 import io
 import pickle
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec import AdamW, fp32_state_dict
-from hf_lowprec.optim.state.fp32_weights import low_bits_state
+from hf_lowprec.optim.state.fp32_weights import fp32_estimates, low_bits_state
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from hf_lowprec.rounding.low_bits import fp32_value
-from tests.support.optim.every_optimizer import BF16, FP16, OPTIONS, build, every_algorithm
+from tests.support.optim.every_optimizer import BF16, FP16, OPTIONS, all_params, build, every_algorithm, same
+from tests.support.optim.every_optimizer import train as train_params
 
 SHAPES = [(40, 25), (257,), ()]
 PAIRED = ["kahan", "split"]
@@ -30,13 +32,8 @@ def model(dtype: torch.dtype = BF16, seed: int = 0) -> tuple[list[torch.Tensor],
     return exact, params
 
 
-def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.randn(param.shape, generator=generator).to(param)
-        optimizer.step()
+def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    train_params(optimizer, all_params(optimizer), steps)
 
 
 def estimates(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -52,10 +49,6 @@ def contents(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list
     """All bits: weights, states and FP32 estimates."""
     states = [value for param in params for value in optimizer.state[param].values()]
     return [*params, *states, *estimates(params, optimizer)]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def close(found: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
@@ -177,6 +170,64 @@ def test_modes_without_a_compensation_drop_low_bits(rounding):
     train(optimizer, range(1))
     assert not any(attached_low_bits(param) is not None for param in params)
     assert same(estimates(params, optimizer), [param.float() for param in params])
+
+
+@pytest.mark.parametrize("rounding", PAIRED)
+def test_an_estimate_is_all_that_is_stored(rounding):
+    """After three steps, none of which moves a weight of 1 by half an ulp."""
+    params = nn.ParameterList([torch.ones(3, 5, dtype=BF16)])
+    (param,) = params
+    optimizer = AdamW(params, lr=1e-4, rounding=rounding)
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    (found,) = estimates(params, optimizer)
+    low_bits = low_bits_of(optimizer, param)
+    assert low_bits.any()
+    if (
+        rounding == "kahan"
+    ):  # both have 8 significant bits, and their exponents differ by less than 16: the sum is exact
+        assert torch.equal(found.double(), param.double() + low_bits.double())
+    else:
+        assert torch.equal(found.view(torch.int32), param.detach().float().view(torch.int32) + low_bits)
+    assert found.dtype == torch.float32
+    assert not fp32_estimates(params, optimizer)(param).requires_grad
+
+
+def test_before_the_first_step_the_optimizer_stays_without_state():
+    """An empty entry per parameter would be saved, and a state dict with it is refused when it is loaded."""
+    params = nn.ParameterList([torch.ones(3, 5, dtype=BF16)])
+    optimizer = AdamW(params)
+    estimates(params, optimizer)
+    assert len(optimizer.state) == 0
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_steps_of_a_second_optimizer_continue_the_exact_weights(keeps):
+    """SGD has no other state, so with split weights two optimizers end with the bits of one."""
+    found = []
+    for count in (1, 2):
+        _, params = model()
+        for _ in range(count):
+            optimizer = hf_lowprec.SGD(params, lr=1e-3, rounding="split")
+            train(optimizer, [0] * (4 // count))
+            if keeps and count == 2:
+                hf_lowprec.keep_low_bits(optimizer)
+        found.append(estimates(params, optimizer))
+    assert same(*found) == keeps
+
+
+def test_kept_low_bits_can_be_freed():
+    _, params = model()
+    optimizer = AdamW(params)
+    train(optimizer, range(1))
+    hf_lowprec.keep_low_bits(optimizer)
+    assert all(attached_low_bits(param) is not None for param in params)
+    hf_lowprec.drop_low_bits(params)
+    assert not any("_low_bits" in vars(param) for param in params)
+    with pytest.raises(TypeError, match="Adam has no low bits to keep; pass an hf_lowprec optimizer"):
+        hf_lowprec.keep_low_bits(torch.optim.Adam(params))
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_release": True}], ids=str)
