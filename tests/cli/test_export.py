@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_lowprec import fp32_state_dict
-from tests.support.command_output import hf_lowprec, refused, unboxed
+from tests.support.command_output import hf_lowprec, refused
 from tests.support.training.tiny_trainer import trained
 
 
@@ -29,8 +29,3 @@ def test_errors_are_messages(tmp_path):
     assert "there is no checkpoint" in refused("export", tmp_path / "nothing", tmp_path / "out")
     words = ("export", tmp_path, tmp_path / "out", "--dtype", "float64")
     assert "'float64' is not one of 'float32', 'bfloat16'" in refused(*words)
-
-
-def test_help_says_which_precision_the_norms_have():
-    help_text = unboxed(run("--help"))
-    assert "what training keeps in FP32, such as norms, stays FP32 in the file" in help_text

@@ -1,7 +1,6 @@
-"""`save_pretrained`: what `from_pretrained` loads from its folders, without arguments."""
+"""The folders of `save_pretrained`, and of `export_checkpoint` from what was saved at the same moment."""
 
 import copy
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -24,11 +22,9 @@ from transformers import (
 )
 
 import hf_lowprec
-from hf_lowprec.rounding.attached_low_bits import attach_rounded_off
 from tests.support.chosen_cases import nightly_except
-from tests.support.rounding.kept_low_bits import kept_values
 from tests.support.training.counting_text import tokenizer
-from tests.support.training.tiny_trainer import LENGTH, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -47,81 +43,59 @@ def mixtral() -> MixtralForCausalLM:
 
 METHODS = ("dora", "saved_both", "embedding", "tokens", "ia3", "prompt", "prefix")
 MODELS = {"llama": llama, "tied": tied, "mixtral": mixtral}
+SAVING = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
 
 
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(torch.arange(LENGTH)[None]).logits
+def assert_same_folders(found: Path, expected: Path) -> None:
+    for path in expected.iterdir():
+        assert (found / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}
 
 
-def assert_loads(folder, expected: dict[str, torch.Tensor], fresh: nn.Module) -> None:
-    """Assert that `from_pretrained` gives the expected FP32 weights, and the logits of a model with those weights."""
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    found = loaded.state_dict()
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == FP32 and torch.equal(found[name], tensor), name
-    fresh.load_state_dict(expected)
-    assert torch.equal(logits(loaded), logits(fresh))
+def tensors_of(trainer) -> list[torch.Tensor]:
+    """Copies of all parameters and states."""
+    states = [tensor for state in optimizer_of(trainer).state.values() for tensor in state.values()]
+    return [tensor.detach().clone() for tensor in (*trainer.model.state_dict().values(), *states)]
 
 
-@pytest.mark.combinations(1)
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
 @pytest.mark.parametrize(
-    ("optim", "size"), [("adamw_bf16_kahan", "5GB"), ("adamw_bf16_kahan", "20KB"), ("adamw_bf16_split", "5GB")]
+    ("optim", "dtype"),
+    [("adamw_bf16_kahan", "float32"), ("adamw_bf16_kahan", "bfloat16"), ("adamw_bf16_split", "float32")],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_from_pretrained_loads_the_fp32_estimates(tmp_path, name, optim, size):
-    trainer = trained(tmp_path, model=MODELS[name](), optim=optim, max_steps=3)
-    model, expected = trainer.model, hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
-    config = copy.deepcopy(model.config.to_dict())
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    hf_lowprec.save_pretrained(model, trainer.optimizer, tmp_path / "out", max_shard_size=size)
-    assert (tmp_path / "out/model.safetensors.index.json").exists() == (size == "20KB")
-    assert_loads(tmp_path / "out", expected, MODELS[name]())
+def test_folders_are_those_of_transformers_with_fp32_weights(tmp_path, name, optim, dtype, size):
+    """Byte for byte, from memory and from a checkpoint; rounded once to BF16, but norms. Nothing is changed."""
+    trainer = trained(tmp_path, model=MODELS[name](), optim=optim, processing_class=tokenizer(), **SAVING)
+    model, options = trainer.model, {"dtype": dtype, "max_shard_size": size}
+    config, before = copy.deepcopy(model.config.to_dict()), tensors_of(trainer)
+    hf_lowprec.save_pretrained(model, trainer.optimizer, tmp_path / "live", processing_class=tokenizer(), **options)
     assert model.config.to_dict() == config
-    assert all(tensor.dtype == before[key].dtype for key, tensor in model.state_dict().items())
-    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert all(
+        new.dtype == old.dtype and torch.equal(new, old) for new, old in zip(tensors_of(trainer), before, strict=True)
+    )
 
+    reference, exact = MODELS[name](), hf_lowprec.fp32_state_dict(model, trainer.optimizer)
+    # Trainer has changed both.
+    reference.config, reference.generation_config = map(copy.deepcopy, (model.config, model.generation_config))
+    reference.load_state_dict(exact)
+    if dtype == "bfloat16":
+        reference.to(BF16)
+        for part, module in reference.named_modules():
+            if "norm" in part:
+                module.weight.data = exact[f"{part}.weight"]
+    if name == "mixtral" and size == "20KB":  # transformers writes the experts of one tensor to one file
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "live", dtype=FP32).state_dict()
+        assert all(torch.equal(found[key], tensor.float()) for key, tensor in reference.state_dict().items())
+    else:
+        reference.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+        tokenizer().save_pretrained(tmp_path / "theirs")
+        assert_same_folders(tmp_path / "live", tmp_path / "theirs")
 
-# Of the experts of one tensor, transformers does not write some to one file and some to the next; we do.
-@pytest.mark.parametrize(("name", "size"), [("llama", "20KB"), ("tied", "20KB"), ("mixtral", "5GB")])
-def test_files_are_those_of_transformers(tmp_path, name, size):
-    trainer = trained(tmp_path, model=MODELS[name](), optim="adamw_bf16_kahan", max_steps=1)
-    hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "ours", max_shard_size=size)
-    reference = MODELS[name]()
-    reference.config.use_cache = trainer.model.config.use_cache  # Trainer turns it off
-    reference.load_state_dict(hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer))
-    reference.save_pretrained(tmp_path / "theirs", max_shard_size=size)
-    for path in sorted((tmp_path / "theirs").iterdir()):
-        assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert len([*(tmp_path / "ours").iterdir()]) == len([*(tmp_path / "theirs").iterdir()])
-
-
-def test_before_the_first_step_the_weights_are_those_that_were_cast(tmp_path):
-    """To the last bit, except where the low bits of a tie lack one unit of the last place."""
-    model = llama()
-    exact = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.to(BF16)
-    for name, param in model.named_parameters():
-        attach_rounded_off(param, exact[name])
-    optimizer = hf_lowprec.AdamW(model.parameters(), rounding="kahan")
-    hf_lowprec.save_pretrained(model, optimizer, tmp_path)
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
-        assert torch.equal(tensor, exact[name] if "norm" in name else kept_values(exact[name])), name
-        assert not torch.equal(tensor, tensor.to(BF16).float()) or "norm" in name
-
-
-def test_bfloat16_rounds_once_and_leaves_norms(tmp_path):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=3)
-    expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
-    hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "out", dtype="bfloat16")
-    trainer.save_model(tmp_path / "saved")
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == BF16
-    found, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "saved"))
-    assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in theirs.items()}
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name] if "norm" in name else expected[name].to(BF16)), name
+    report = hf_lowprec.export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "out", **options)
+    assert_same_folders(tmp_path / "out", tmp_path / "live")
+    trainable = [*model.parameters()]
+    assert report == (len(trainable), sum(param.dtype == BF16 for param in trainable), dtype, [])
 
 
 CHANGES_FILES = {"open", "write", "close", "__exit__", "replace", "rename", "remove", "unlink", "serialize_file"}
@@ -186,21 +160,16 @@ def test_a_kill_at_any_moment_leaves_a_whole_model_or_none(tmp_path, kind, size)
     assert len(left) >= 4
 
 
-def test_tokenizer_and_generation_config_come_along(tmp_path):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
-    trainer.model.generation_config = GenerationConfig(max_length=77)
-    hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "out", processing_class=tokenizer())
-    assert GenerationConfig.from_pretrained(tmp_path / "out").max_length == 77
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1 w2")["input_ids"] == tokenizer()("w1 w2")["input_ids"]
-
-
 # The second has an attribute `module`, as Lightning Fabric's wrapper.
 @pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.ModuleDict({"module": model})])
-def test_a_wrapped_model(tmp_path, wrap):
+def test_a_wrapped_model_and_its_generation_config(tmp_path, wrap):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
+    trainer.model.generation_config = GenerationConfig(max_length=77)
     expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
     hf_lowprec.save_pretrained(wrap(trainer.model), trainer.optimizer, tmp_path / "out")
-    assert_loads(tmp_path / "out", expected, llama())
+    found = loaded_from(tmp_path / "out")
+    assert found.keys() == expected.keys() and same(found, expected)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").max_length == 77
 
 
 def test_what_cannot_be_saved(tmp_path):
@@ -246,80 +215,73 @@ def test_the_config_is_restored_if_saving_fails(tmp_path):
     assert trainer.model.config is config and config.dtype != "float32"
 
 
-def test_an_optimizer_before_and_after_saving_trains_the_same(tmp_path):
-    """The states are read, not touched: a run that saved midway ends with the bits of one that did not."""
-    runs = []
-    for saves in (False, True):
-        model = llama().to(BF16)
-        optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-3, rounding="kahan")
-        for step in range(4):
-            model(torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if saves and step == 1:
-                hf_lowprec.save_pretrained(model, optimizer, tmp_path)
-        runs.append([*model.parameters(), *(state["compensation"] for state in optimizer.state.values())])
-    assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
+@pytest.mark.parametrize("method", nightly_except({"dora", "saved_both", "prompt"}, METHODS))
+def test_adapters_load_as_fp32(tmp_path, method):
+    """From a folder of `save_pretrained`, and from the same folder of an exported checkpoint."""
+    peft = pytest.importorskip("peft")
+    from tests.support.models import tiny_models
+    from tests.support.training.peft_adapters import TIED, adapted
+
+    trainer = trained(tmp_path, model=adapted(method), optim="adamw_bf16_kahan", **SAVING)
+    model, before = trainer.model, tensors_of(trainer)
+    hf_lowprec.save_pretrained(model, trainer.optimizer, tmp_path / "live")
+    assert all(torch.equal(new, old) for new, old in zip(tensors_of(trainer), before, strict=True))
+    base, _ = tiny_models.llama(tied=method in TIED)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "live")
+    expected = hf_lowprec.fp32_state_dict(model, trainer.optimizer)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for name in params:
+        found = loaded.get_parameter(name)
+        assert found.dtype == FP32 and torch.equal(found, expected[name]), name
+    assert any(not torch.equal(expected[name], param.float()) for name, param in params.items())
+    assert hf_lowprec.export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "out").refined > 0
+    assert_same_folders(tmp_path / "out", tmp_path / "live")
 
 
-class TestAdapters:
-    """PEFT models: the folder holds the adapters."""
+def test_prompts_are_computed_from_the_fp32_encoder(tmp_path):
+    """Which a checkpoint does not have, so that exporting it is refused."""
+    pytest.importorskip("peft")
+    from tests.support.training.peft_adapters import adapted
 
-    @pytest.mark.parametrize("method", nightly_except({"dora", "saved_both", "prompt"}, METHODS))
-    def test_they_load_as_fp32(self, tmp_path, method):
-        peft = pytest.importorskip("peft")
-        from tests.support.models import tiny_models
-        from tests.support.training.peft_adapters import TIED, adapted
+    trainer = trained(tmp_path, model=adapted("p_tuning"), optim="adamw_bf16_kahan", **SAVING)
+    reference, before = adapted("p_tuning"), tensors_of(trainer)
+    reference.load_state_dict(hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer))
+    hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "live")
+    assert all(torch.equal(new, old) for new, old in zip(tensors_of(trainer), before, strict=True))
+    found = load_file(tmp_path / "live/adapter_model.safetensors")["prompt_embeddings"]
+    assert torch.equal(found, reference.get_prompt_embedding_to_save("default"))
+    with pytest.raises(ValueError, match=r"for prompt_encoder\.default.*; call hf_lowprec\.save_pretrained\(model"):
+        hf_lowprec.export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "out")
 
-        trainer = trained(tmp_path, model=adapted(method), optim="adamw_bf16_kahan", max_steps=3)
-        model, expected = trainer.model, hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
-        before = {name: param.detach().clone() for name, param in model.named_parameters()}
-        hf_lowprec.save_pretrained(model, trainer.optimizer, tmp_path / "out")
-        assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
-        base, _ = tiny_models.llama(tied=method in TIED)
-        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out")
-        trained_names = [name for name, param in model.named_parameters() if param.requires_grad]
-        trainable = {name: loaded.get_parameter(name) for name in trained_names}
-        for name, param in trainable.items():
-            assert param.dtype == FP32 and torch.equal(param, expected[name]), name
-        changed = [name for name in trainable if not torch.equal(expected[name], before[name].float())]
-        assert changed  # the compensation matters
 
-    def test_prompts_are_computed_from_the_fp32_encoder(self, tmp_path):
-        pytest.importorskip("peft")
-        from tests.support.training.peft_adapters import adapted
-
-        trainer = trained(tmp_path, model=adapted("p_tuning"), optim="adamw_bf16_kahan", max_steps=3)
-        reference = adapted("p_tuning")
-        reference.load_state_dict(hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer))
-        hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "out")
-        found = load_file(tmp_path / "out/adapter_model.safetensors")["prompt_embeddings"]
-        assert torch.equal(found, reference.get_prompt_embedding_to_save("default"))
-
-    def test_adapters_that_transformers_added_itself(self, tmp_path):
-        peft = pytest.importorskip("peft")
-        model = llama()
-        model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        trainer = trained(tmp_path, model=model, optim="adamw_bf16_kahan", max_steps=3)
-        expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
-        hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "out")
-        loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
+def test_adapters_that_transformers_added_itself(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = llama()
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    trainer = trained(tmp_path, model=model, optim="adamw_bf16_kahan", **SAVING)
+    expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
+    hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "live")
+    hf_lowprec.export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "out")
+    for folder in ("live", "out"):
+        loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / folder)
         found = {name: param for name, param in loaded.named_parameters() if "lora_" in name}
-        assert found
+        assert len(found) == 8
         for name, param in found.items():
             assert torch.equal(param, expected[name.removeprefix("base_model.model.")]), name
 
 
-def test_a_mixed_optimizer_state_is_read_per_group(tmp_path):
-    """Only the groups with Kahan summation have compensations."""
-    model = llama().to(BF16)
-    params = [*model.parameters()]
-    groups = [{"params": params[:5], "rounding": "stochastic"}, {"params": params[5:], "rounding": "kahan"}]
-    optimizer = hf_lowprec.AdamW(groups, lr=1e-3)
-    model(torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss.backward()
-    optimizer.step()
-    hf_lowprec.save_pretrained(model, optimizer, tmp_path)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for k, (param, saved) in enumerate(zip(params, found.parameters(), strict=True)):
-        assert torch.equal(saved, param.float()) == (k < 5)
-    assert optimizer_of(type("Holder", (), {"optimizer": optimizer})) is optimizer
+def test_two_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    from tests.support.models import tiny_models
+    from tests.support.training.peft_adapters import METHODS, adapted
+
+    model = adapted("lora")
+    model.add_adapter("second", METHODS["rslora"])
+    model.set_adapter("second")
+    trainer = trained(tmp_path, model=model, optim="adamw_bf16_kahan", **SAVING)
+    hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "live")
+    assert hf_lowprec.export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "out").refined == 8
+    for part in ("adapter_model.safetensors", "second/adapter_model.safetensors"):
+        assert (tmp_path / "out" / part).read_bytes() == (tmp_path / "live" / part).read_bytes()
+    loaded = peft.PeftModel.from_pretrained(tiny_models.llama()[0], tmp_path / "out/second")
+    assert any("lora_A" in name for name, _ in loaded.named_parameters())
