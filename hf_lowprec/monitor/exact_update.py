@@ -99,9 +99,8 @@ class FusedGroupUpdates:
         group, spec = self._fused_group, self._spec
         weight = self._samples.gather(group.weights, "weight").float()
         grad = self._samples.gather([entry.tensors["grad"] for entry in group.entries]).float()
-        state = {stored.name: load(self._gather(stored.name)) for stored in spec.states}
-        for name in (ROW_FACTOR, COLUMN_FACTOR) if spec.factored else ():
-            state[name] = self._factors(name)
+        factors = (ROW_FACTOR, COLUMN_FACTOR) if spec.factored else ()
+        state = {name: self._gather(name) for name in (*(stored.name for stored in spec.states), *factors)}
         if spec.orthogonalizes:
             state[ORTHOGONALIZED] = self._orthogonalized()
         update, new_state = algorithm_update(spec, weight, grad, state, self._scalar_columns())
@@ -138,9 +137,9 @@ class FusedGroupUpdates:
         sums = {"update": slope_sums(update, change, grid if is_random else None, element_weights)}
         if exact.second_moment is not None:
             name, before, after, moment_grid = exact.second_moment
-            now = load(self._gather(name))
+            now = self._gather(name)
             if name in self._spec.scales:
-                now = decode(now, load(self._gather(self._spec.scales[name])), nonnegative=True)
+                now = decode(now, self._gather(self._spec.scales[name]), nonnegative=True)
             sums["second_moment"] = second_moment_sums(before, after, now.double(), moment_grid, element_weights)
         if exact.decay is not None:
             # Seen on the scale of the decay, even rounding to nearest is random: it depends on the rest of the update.
@@ -171,27 +170,20 @@ class FusedGroupUpdates:
 
     def _orthogonalized(self) -> Tensor:
         """The samples of the orthogonalized matrices, which are computed part by part; FP32."""
-        entries = self._fused_group.entries
-        rows: dict[int, Tensor] = {}
-        for part in parts_to_step(self._optimizer, self._backend_step):
-            rows |= {k: self._samples.gather_row(k, entries[k].tensors[ORTHOGONALIZED]) for k in part}
+        parts, entries = parts_to_step(self._optimizer, self._backend_step), self._fused_group.entries
+        rows = {k: self._samples.gather_row(k, entries[k].tensors[ORTHOGONALIZED]) for part in parts for k in part}
         return torch.stack([rows[k] for k in range(len(entries))]).float()
 
-    def _factors(self, name: str) -> Tensor:
-        """The row or column factors of the samples, FP32; zeros for padding."""
-        samples = self._samples
-        factors = torch.zeros(samples.positions.shape, dtype=torch.float32, device=self._fused_group.device)
-        for row, (entry, count) in enumerate(zip(self._fused_group.entries, samples.counts, strict=True)):
-            places = place_of_factor(name, samples.positions[row, :count], entry.weight.shape)
-            factors[row, :count] = entry.tensors[name][places]
-        return factors
-
     def _gather(self, name: str) -> Tensor:
-        """The samples of a state as it is stored, which may be codes, or those of the scales."""
-        tensors = [entry.states[name] for entry in self._fused_group.entries]
+        """The samples of a state or factor as it is stored, FP32 or int32: values, codes, or the scales of blocks."""
+        entries = self._fused_group.entries
+        if name in (ROW_FACTOR, COLUMN_FACTOR):
+            factors, shapes = [entry.tensors[name] for entry in entries], [entry.weight.shape for entry in entries]
+            return self._samples.gather_at(factors, lambda row, places: place_of_factor(name, places, shapes[row]))
+        tensors = [entry.states[name] for entry in entries]
         if name in self._spec.per_block_tensors:
-            return self._samples.gather_of_blocks(tensors, BLOCK)
-        return self._samples.gather(tensors, name)
+            return load(self._samples.gather_at(tensors, lambda row, places: places // BLOCK))
+        return load(self._samples.gather(tensors, name))
 
     def _scalar_columns(self) -> dict[str, Tensor]:
         """The step's scalars by name, each of shape (entries, 1)."""

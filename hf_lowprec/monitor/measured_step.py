@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from hf_lowprec.monitor.exact_update import FusedGroupUpdates
 from hf_lowprec.monitor.step_precision import COLUMN, SUMS
-from hf_lowprec.monitor.training_findings import GradientRecord
 from hf_lowprec.monitor.watched_parameters import ParameterSamples, WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradients.collector import collector_of
@@ -46,13 +44,14 @@ class ParameterBlock:
         self._before: tuple[Tensor, Tensor] | None = None
         self._first: tuple[torch.dtype | None, Tensor] | None = None
 
-    def look_for_gradients(self, grads: list[Tensor], seen: Sequence[bool]) -> None:
-        """Find out which of the gradients are not zero, unless each parameter has had one before (`seen`, by row)."""
-        if all(seen[row] for row in self.rows):
+    def look_for_gradients(self, grads: list[Tensor]) -> None:
+        """Find out which of the gradients are not zero, unless each parameter has had one before."""
+        seen = [self._watched.gradients.rows[row].nonzero for row in self.rows]
+        if all(seen):
             return
         nonzero = self.samples.gather(grads).any(dim=1)
         for k in (~nonzero).nonzero().flatten().tolist():
-            if not seen[self.rows[k]]:  # a gradient may be zero wherever it is sampled, such as an embedding's
+            if not seen[k]:  # a gradient may be zero wherever it is sampled, such as an embedding's
                 nonzero[k] = grads[k].any()
         self._nonzero_grad = nonzero.double()
 
@@ -113,32 +112,23 @@ class MeasuredStep:
         enabled: whether the step is taken, a bool scalar on its device; None is yes.
 
     Args:
-        optimizer: the optimizer.
-        watched: its parameters.
-        record: their gradients in earlier steps.
+        watched: the optimizer's parameters.
         number: see above.
         with_decay: see above.
         earlier_blocks: the `fused_blocks` of an earlier step, which are used again where they fit.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        watched: WatchedParameters,
-        record: GradientRecord,
-        number: int,
-        with_decay: bool,
-        earlier_blocks: dict[Any, ParameterBlock],
+        self, watched: WatchedParameters, number: int, with_decay: bool, earlier_blocks: dict[Any, ParameterBlock]
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer = optimizer = watched.optimizer
         self._watched = watched
-        self._seen = record.nonzero
         self._earlier_blocks = earlier_blocks
         self.number = number
         self.with_decay = with_decay
         rates = [rate for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
         self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        self.gradients = record.present_now(collector_of(optimizer))
+        self.gradients = watched.gradients.present_now(collector_of(optimizer))
         self.blocks: list[ParameterBlock] = []
         self.fused_blocks: dict[Any, ParameterBlock] = {}
         self.stepped: set[int] = set()
@@ -168,7 +158,7 @@ class MeasuredStep:
                     block.updates = FusedGroupUpdates(self._optimizer, backend_step, block.samples)
             if block.updates is not None:
                 block.updates.compute(self.with_decay)
-            block.look_for_gradients([entry.tensors["grad"] for entry in fused_group.entries], self._seen)
+            block.look_for_gradients([entry.tensors["grad"] for entry in fused_group.entries])
             self.blocks.append(block)
             self.fused_blocks[fused_group] = block
             if fused_group.enabled is not None:
@@ -185,7 +175,7 @@ class MeasuredStep:
             block = ParameterBlock(self._watched, rows, [local_shard(params[row]) for row in rows])
             present = [local_shard(grad) for row in rows if (grad := grads[row]) is not None]
             if present:  # then in all of these rows
-                block.look_for_gradients(present, self._seen)
+                block.look_for_gradients(present)
                 if params[rows[0]].dtype in LOW_PRECISION_DTYPES:
                     block.record_values(present)
             self.blocks.append(block)

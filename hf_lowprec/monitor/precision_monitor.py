@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_lowprec.monitor.measured_step import MeasuredStep, ParameterBlock
-from hf_lowprec.monitor.rules import Finding
+from hf_lowprec.monitor.rules import Finding, MeasuredRun, uncast_matrices
 from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, SUMS, StepPrecision
-from hf_lowprec.monitor.training_findings import GradientRecord, MeasuredRun, uncast_matrices
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.cached_property import cached_property
@@ -129,7 +128,7 @@ class PrecisionMonitor:
             )
         if (precision := self.last) is None:
             return []
-        run = MeasuredRun(self.optimizer, precision, self._measured_at, self._gradients, self._uncast_matrices)
+        run = MeasuredRun(self.optimizer, precision, self._measured_at, self._watched.gradients, self._uncast_matrices)
         return [*run.findings()]
 
     @cached_property
@@ -154,7 +153,6 @@ class PrecisionMonitor:
     def _watch_parameters(self) -> None:
         """Watch the parameters that the optimizer has now."""
         self._watched = WatchedParameters(self.optimizer, self.model)
-        self._gradients = GradientRecord(self._watched.names, self._watched.params, self.model)
         self._decay = torch.zeros(len(self._watched.params), len(SLOPE_SUMS), dtype=torch.float64, device="cpu")
         self._decay_measured_at = -DECAY_EVERY
         self._fused_blocks: dict[Any, ParameterBlock] = {}
@@ -222,9 +220,7 @@ class PrecisionMonitor:
         with_decay = self.steps >= self._decay_measured_at + DECAY_EVERY
         if with_decay:
             self._decay_measured_at = self.steps
-        self._running = MeasuredStep(
-            self.optimizer, self._watched, self._gradients, number, with_decay, self._fused_blocks
-        )
+        self._running = MeasuredStep(self._watched, number, with_decay, self._fused_blocks)
 
     @without_grad
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -240,7 +236,7 @@ class PrecisionMonitor:
                 self._fused_blocks = running.fused_blocks
                 # Gradients of the optimizer's parameters were released; those of others are there now.
                 count = len(self._watched.params)
-                others = self._gradients.present_now(None)[count:]
+                others = self._watched.gradients.present_now(None)[count:]
                 running.gradients = [row in running.stepped for row in range(count)] + others
             running.sum_up(self.across_ranks)
             self._finished = running
@@ -264,7 +260,7 @@ class PrecisionMonitor:
             self._decay = self._decay * forget + table[:, _DECAY].nan_to_num()
         table[:, _DECAY] = self._decay
         table[:, COLUMN["has_gradient"]].clamp_(max=1)  # until here, the number of shards with one
-        self._gradients.add(finished.gradients, (table[:, COLUMN["has_gradient"]] > 0).tolist())
+        self._watched.gradients.add(finished.gradients, (table[:, COLUMN["has_gradient"]] > 0).tolist())
         rate = max(map(float, finished.learning_rates), default=None)
         columns: list[list[Any]] = [watched.names, watched.kinds, [param.dtype for param in watched.params]]
         if watched.is_cut and self.across_ranks:

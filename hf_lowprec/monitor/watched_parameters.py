@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.monitor.gradient_record import GradientRecord
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.sharding import flat_part, full_shape, local_shard, sharding_of
 from hf_lowprec.optim.state.fp32_weights import low_bits_state
@@ -83,19 +84,19 @@ class ParameterSamples:
             views = self._views[name][1]
         return torch.cat(views).view(-1, self._size).to(self._device)
 
-    def gather_of_blocks(self, tensors: Sequence[Tensor], block: int) -> Tensor:
-        """Gather the elements of tensors that belong to the blocks of the sampled elements.
+    def gather_at(self, tensors: Sequence[Tensor], places: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Gather elements of tensors of other shapes.
 
         Args:
-            tensors: one tensor for each parameter, with an element for each `block` elements of it; all of one dtype.
-            block: the size of a block.
+            tensors: one tensor for each parameter; all of one dtype.
+            places: `(row, positions) -> places` in a tensor of what belongs to the sampled elements of the parameter.
 
         Returns:
-            Matrix of shape (parameters, size) in the tensors' dtype.
+            Matrix of shape (parameters, size) in the tensors' dtype; zeros for padding.
         """
         matrix = torch.zeros(len(tensors), self._size, dtype=tensors[0].dtype, device=self._device)
         for row, (tensor, count) in enumerate(zip(tensors, self.counts, strict=True)):
-            matrix[row, :count] = tensor.view(-1)[self.positions[row, :count].to(tensor.device) // block]
+            matrix[row, :count] = tensor.view(-1)[places(row, self.positions[row, :count]).to(tensor.device)]
         return matrix
 
     def gather_row(self, row: int, tensor: Tensor) -> Tensor:
@@ -166,18 +167,20 @@ class WatchedParameters:
         model: the model, for names and kinds.
 
     Attributes:
+        optimizer: the optimizer.
         params: the parameters.
         row: the row of each.
         names: the name of each row.
         kinds: the kind of each row, see `tensor_names.py`.
         is_cut: whether they are parts of parameters, others on each rank; see `FlatPart`.
         sample_size: elements that are sampled of each.
+        gradients: which of them have had gradients in measured steps.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
         first_low_bits: by row, the sampled compensations or remainders as they were then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         numbered = [
             (param, f"param_groups[{g}]['params'][{k}]")
             for g, group in enumerate(optimizer.param_groups)
@@ -194,6 +197,7 @@ class WatchedParameters:
         self.kinds = [kinds.get(name, "other") for name in self.names]
         self.is_cut = any(flat_part(param) is not None for param in self.params)
         self.sample_size = row_size(len(self.params), sum(param.numel() for param in self.params))
+        self.gradients = GradientRecord(self.names, self.params, model)
         self.first_weights: dict[int, Tensor] = {}
         self.first_low_bits: dict[int, Tensor] = {}
         for rows in self.divide(range(len(self.params))):
@@ -202,7 +206,7 @@ class WatchedParameters:
 
     def is_current(self) -> bool:
         """Return whether the optimizer still has the same parameters in the same order."""
-        return [id(p) for group in self._optimizer.param_groups for p in group["params"]] == [*map(id, self.params)]
+        return [id(p) for group in self.optimizer.param_groups for p in group["params"]] == [*map(id, self.params)]
 
     def divide(self, rows: Iterable[int], *further: Mapping[int, Tensor | None]) -> list[list[int]]:
         """Divide `rows` by dtype, device and sharding of their parameters, and by the dtypes of `further` tensors."""
@@ -215,7 +219,7 @@ class WatchedParameters:
     def low_bits(self, row: int) -> Tensor | None:
         """This rank's shard of the compensation or remainder that a parameter has now, if it has one."""
         param = self.params[row]
-        state = low_bits_state(self._optimizer.state.get(param, {}))
+        state = low_bits_state(self.optimizer.state.get(param, {}))
         return local_shard(state) if isinstance(state, Tensor) and state.shape == param.shape else None
 
     def record_first_low_bits(self, rows: Iterable[int] | None = None) -> None:

@@ -54,9 +54,13 @@ class CheckResult(NamedTuple):
 class Missing(Exception):
     """Raised by a check if something optional is missing: everything works without it."""
 
+    status = MISSING
+
 
 class Broken(Exception):
     """Raised by a check if something does not work as it should."""
+
+    status = FAILED
 
 
 def run_check(check: Callable[[], str]) -> CheckResult:
@@ -65,10 +69,8 @@ def run_check(check: Callable[[], str]) -> CheckResult:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return CheckResult(OK, check())
-    except Missing as reason:
-        return CheckResult(MISSING, " ".join(str(reason).split()))
-    except Broken as reason:
-        return CheckResult(FAILED, str(reason))
+    except (Missing, Broken) as reason:
+        return CheckResult(reason.status, " ".join(str(reason).split()))
     except Exception as error:
         return CheckResult(FAILED, " ".join(f"{type(error).__name__}: {error}".split()), unexpected=True)
 
@@ -107,15 +109,13 @@ def check_packages() -> str:
         requirements = [Requirement(line) for line in metadata.requires("hf-lowprec") or []]
     except metadata.PackageNotFoundError:
         raise Missing("hf_lowprec runs from a folder and is not installed, so its requirements are unknown") from None
-    needed = [
-        requirement
-        for requirement in requirements
-        if not requirement.marker or any(requirement.marker.evaluate({"extra": extra}) for extra in ("trainer", "cli"))
-    ]
+    environments = [{"extra": extra} for extra in ("trainer", "cli")]
+    needed = [r for r in requirements if not r.marker or any(map(r.marker.evaluate, environments))]
+    installed = {requirement.name: metadata.version(requirement.name) for requirement in needed}
     wrong = [
-        f"{requirement.name} {metadata.version(requirement.name)} is installed, but {requirement} is required"
+        f"{requirement.name} {installed[requirement.name]} is installed, but {requirement} is required"
         for requirement in needed
-        if not requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+        if not requirement.specifier.contains(installed[requirement.name], prereleases=True)
     ]
     if wrong:
         raise Broken("; ".join(wrong))
@@ -210,13 +210,9 @@ def check_training() -> str:
         check_replicas(model, trainer.optimizer)
     except RuntimeError as error:  # on every rank
         raise Broken(str(error)) from error
-    dtypes = {name: param.dtype for name, param in model.named_parameters()}
-    wrong = [name for name, dtype in dtypes.items() if (dtype == torch.float32) != ("norm" in name)]
-    unmoved = [
-        name
-        for name, param in model.named_parameters()
-        if torch.equal(param.detach().cpu().float(), before[name].float())
-    ]
+    after = {name: param.detach().cpu() for name, param in model.named_parameters()}
+    wrong = [name for name, param in after.items() if (param.dtype == torch.float32) != ("norm" in name)]
+    unmoved = [name for name, param in after.items() if torch.equal(param.float(), before[name].float())]
     if wrong or unmoved:
         raise Broken(
             f"weights with an unexpected dtype: {wrong or 'none'}; weights that did not change: {unmoved or 'none'}"
@@ -237,11 +233,8 @@ def _train() -> tuple[Trainer, dict[str, torch.Tensor]]:
         The trainer after training, and a copy of the weights before it, by name, on the CPU.
     """
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, **sizes))  # type: ignore[arg-type]
     tokens = (torch.arange(_VOCABULARY).unsqueeze(1) + torch.arange(_LENGTH)) % _VOCABULARY
     trainer = Trainer(
         model,
@@ -257,13 +250,8 @@ def _train() -> tuple[Trainer, dict[str, torch.Tensor]]:
 
 def _training_arguments(**options: object) -> TrainingArguments:
     """`TrainingArguments` that write and print nothing, for the device that Trainer chooses."""
-    quiet = {
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "log_level": "error",
-        "ddp_find_unused_parameters": False,
-    }
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "log_level": "error"}
+    quiet |= {"ddp_find_unused_parameters": False}
     use_cpu = not torch.accelerator.is_available()  # otherwise accelerate starts no process group on a CPU
     return TrainingArguments(gettempdir(), use_cpu=use_cpu, **quiet, **options)  # type: ignore[arg-type]
 

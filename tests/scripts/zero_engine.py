@@ -23,7 +23,7 @@ from zero_steps import batch_of, gathered, mean, params_of
 
 import hf_lowprec
 from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
-from hf_lowprec.monitor.training_findings import uncast_matrices
+from hf_lowprec.monitor.rules import uncast_matrices
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.models import tiny_models
