@@ -32,6 +32,9 @@ from tests.support.docs.pages import DOCS, ROOT, blocks
 
 ROWS, WORDS = 4, 5
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+BLOCKS = {"norm_num_groups": 8, "layers_per_block": 1}
+LATENTS = {"in_channels": 4, "out_channels": 4, "num_layers": 2, **HEADS}
+FLUX = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32, **HEADS}
 
 
 def noise(*shape: int) -> Tensor:
@@ -46,168 +49,64 @@ def fractions() -> dict[str, Tensor]:
     return {"timestep": torch.rand(ROWS)}
 
 
+def given(*shape: int, words: int, width: int = 0, guidance: float = 0, masked: bool = False) -> dict[str, Tensor]:
+    """What most models are given: hidden states of a shape, and those of words.
+
+    Some are given a mask of the words, pooled projections of a width, or a guidance as well.
+    """
+    batch = {"hidden_states": noise(*shape), "encoder_hidden_states": noise(WORDS, words)}
+    if masked:
+        batch["encoder_attention_mask"] = torch.ones(ROWS, WORDS)
+    if width:
+        batch["pooled_projections"] = noise(width)
+    if guidance:
+        batch["guidance"] = torch.full((ROWS,), guidance)
+    return batch
+
+
 def models() -> Iterator[tuple[nn.Module, Callable[[], dict[str, Any]]]]:
     """Each model with what makes a batch for it."""
-    blocks = {"norm_num_groups": 8, "layers_per_block": 1}
     yield unet(), lambda: {"sample": noise(4, 8, 8), "encoder_hidden_states": noise(WORDS, 32), **integers()}
-    yield (
-        AutoencoderKL(
-            block_out_channels=(16, 32),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            **blocks,
-        ),
-        lambda: {"sample": noise(3, 16, 16)},
-    )
-    yield (  # which takes the dtype of a norm's weight for that of its activations
-        AutoencoderKLTemporalDecoder(
-            block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, layers_per_block=1
-        ),
-        lambda: {"sample": noise(3, 16, 16), "num_frames": 2},
-    )
-    yield (
-        PixArtTransformer2DModel(
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            cross_attention_dim=32,
-            caption_channels=24,
-            sample_size=8,
-            use_additional_conditions=False,
-            **HEADS,
-        ),
-        lambda: {
-            "hidden_states": noise(4, 8, 8),
-            "encoder_hidden_states": noise(WORDS, 24),
-            "encoder_attention_mask": torch.ones(ROWS, WORDS),
-            **integers(),
-        },
-    )
-    yield (
-        SD3Transformer2DModel(
-            sample_size=8,
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            joint_attention_dim=32,
-            caption_projection_dim=32,
-            pooled_projection_dim=16,
-            pos_embed_max_size=16,
-            qk_norm="rms_norm",
-            **HEADS,
-        ),
-        lambda: {
-            "hidden_states": noise(4, 8, 8),
-            "encoder_hidden_states": noise(WORDS, 32),
-            "pooled_projections": noise(16),
-            **integers(),
-        },
-    )
-    yield (
-        FluxTransformer2DModel(
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            joint_attention_dim=32,
-            pooled_projection_dim=16,
-            guidance_embeds=True,
-            axes_dims_rope=(4, 6, 6),
-            **HEADS,
-        ),
-        lambda: {
-            "hidden_states": noise(16, 16),
-            "encoder_hidden_states": noise(WORDS, 32),
-            "pooled_projections": noise(16),
-            "guidance": torch.ones(ROWS),
-            "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0)),
-            "txt_ids": torch.zeros(WORDS, 3),
-            **fractions(),
-        },
-    )
-    yield (
-        Flux2Transformer2DModel(
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            joint_attention_dim=32,
-            timestep_guidance_channels=32,
-            axes_dims_rope=(4, 4, 4, 4),
-            **HEADS,
-        ),
-        lambda: {
-            "hidden_states": noise(16, 16),
-            "encoder_hidden_states": noise(WORDS, 32),
-            "guidance": torch.full((ROWS,), 3.5),
-            "img_ids": torch.cartesian_prod(*map(torch.arange, (1, 4, 4, 1))).expand(ROWS, 16, 4),
-            "txt_ids": torch.cartesian_prod(*map(torch.arange, (1, 1, 1, WORDS))).expand(ROWS, WORDS, 4),
-            **fractions(),
-        },
-    )
-    yield (
-        QwenImageTransformer2DModel(
-            in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=32, axes_dims_rope=(4, 6, 6), **HEADS
-        ),
-        lambda: {
-            "hidden_states": noise(16, 16),
-            "encoder_hidden_states": noise(WORDS, 32),
-            "encoder_hidden_states_mask": torch.ones(ROWS, WORDS, dtype=torch.long),
-            "img_shapes": [(1, 4, 4)] * ROWS,
-            **fractions(),
-        },
-    )
-    yield (
-        WanTransformer3DModel(
-            in_channels=4, out_channels=4, text_dim=24, freq_dim=32, ffn_dim=64, num_layers=2, **HEADS
-        ),
-        lambda: {"hidden_states": noise(4, 2, 8, 8), "encoder_hidden_states": noise(WORDS, 24), **integers()},
-    )
-    yield (
-        LTXVideoTransformer3DModel(
-            in_channels=8, out_channels=8, cross_attention_dim=32, num_layers=2, caption_channels=24, **HEADS
-        ),
-        lambda: {
-            "hidden_states": noise(32, 8),
-            "encoder_hidden_states": noise(WORDS, 24),
-            "encoder_attention_mask": torch.ones(ROWS, WORDS),
-            "num_frames": 2,
-            "height": 4,
-            "width": 4,
-            **integers(),
-        },
-    )
-    yield (
-        HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_layers=1,
-            num_single_layers=1,
-            num_refiner_layers=1,
-            text_embed_dim=24,
-            pooled_projection_dim=16,
-            rope_axes_dim=(4, 6, 6),
-            **HEADS,
-        ),
-        lambda: {
-            "hidden_states": noise(4, 2, 8, 8),
-            "encoder_hidden_states": noise(WORDS, 24),
-            "encoder_attention_mask": torch.ones(ROWS, WORDS),
-            "pooled_projections": noise(16),
-            "guidance": torch.full((ROWS,), 6000.0),
-            **integers(),
-        },
-    )
-    yield (  # which has trained frequencies
-        MiniMaxMusic3Transformer1DModel(
-            in_channels=8,
-            condition_dim=16,
-            num_layers=2,
-            ff_inner_dim=32,
-            rotary_dim=4,
-            fourier_embedding_dim=8,
-            **HEADS,
-        ),
-        lambda: {"hidden_states": noise(8, 24), "encoder_hidden_states": noise(24, 16), **fractions()},
-    )
+    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    model = AutoencoderKL(block_out_channels=(16, 32), down_block_types=down, up_block_types=up, **BLOCKS)
+    yield model, lambda: {"sample": noise(3, 16, 16)}
+    # Takes the dtype of a norm's weight for that of its activations.
+    model = AutoencoderKLTemporalDecoder(block_out_channels=(32, 32), down_block_types=down, layers_per_block=1)
+    yield model, lambda: {"sample": noise(3, 16, 16), "num_frames": 2}
+    sizes = {"cross_attention_dim": 32, "caption_channels": 24, "sample_size": 8, "use_additional_conditions": False}
+    yield PixArtTransformer2DModel(**LATENTS, **sizes), lambda: given(4, 8, 8, words=24, masked=True) | integers()
+    sizes = {"sample_size": 8, "joint_attention_dim": 32, "caption_projection_dim": 32, "pooled_projection_dim": 16}
+    model = SD3Transformer2DModel(**LATENTS, **sizes, pos_embed_max_size=16, qk_norm="rms_norm")
+    yield model, lambda: given(4, 8, 8, words=32, width=16) | integers()
+    model = FluxTransformer2DModel(**FLUX, pooled_projection_dim=16, guidance_embeds=True, axes_dims_rope=(4, 6, 6))
+    positions = {
+        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0)),
+        "txt_ids": torch.zeros(WORDS, 3),
+    }
+    yield model, lambda: given(16, 16, words=32, width=16, guidance=1.0) | positions | fractions()
+    model = Flux2Transformer2DModel(**FLUX, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4))
+    positions_2 = {
+        "img_ids": torch.cartesian_prod(*map(torch.arange, (1, 4, 4, 1))).expand(ROWS, 16, 4),
+        "txt_ids": torch.cartesian_prod(*map(torch.arange, (1, 1, 1, WORDS))).expand(ROWS, WORDS, 4),
+    }
+    yield model, lambda: given(16, 16, words=32, guidance=3.5) | positions_2 | fractions()
+    sizes = {"in_channels": 16, "out_channels": 4, "num_layers": 2, "joint_attention_dim": 32}
+    images = {"encoder_hidden_states_mask": torch.ones(ROWS, WORDS, dtype=torch.long), "img_shapes": [(1, 4, 4)] * ROWS}
+    model = QwenImageTransformer2DModel(**sizes, axes_dims_rope=(4, 6, 6), **HEADS)
+    yield model, lambda: given(16, 16, words=32) | images | fractions()
+    model = WanTransformer3DModel(**LATENTS, text_dim=24, freq_dim=32, ffn_dim=64)
+    yield model, lambda: given(4, 2, 8, 8, words=24) | integers()
+    sizes = {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "num_layers": 2, "caption_channels": 24}
+    video = {"num_frames": 2, "height": 4, "width": 4}
+    model = LTXVideoTransformer3DModel(**sizes, **HEADS)
+    yield model, lambda: given(32, 8, words=24, masked=True) | video | integers()
+    sizes = {"num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 24, "pooled_projection_dim": 16}
+    model = HunyuanVideoTransformer3DModel(**LATENTS | {"num_layers": 1}, **sizes, rope_axes_dim=(4, 6, 6))
+    yield model, lambda: given(4, 2, 8, 8, words=24, width=16, guidance=6000.0, masked=True) | integers()
+    # Has trained frequencies.
+    sizes = {"in_channels": 8, "condition_dim": 16, "num_layers": 2, "ff_inner_dim": 32, "rotary_dim": 4}
+    model = MiniMaxMusic3Transformer1DModel(**sizes, fourier_embedding_dim=8, **HEADS)
+    yield model, lambda: {"hidden_states": noise(8, 24), "encoder_hidden_states": noise(24, 16), **fractions()}
 
 
 def unet() -> UNet2DConditionModel:

@@ -1,4 +1,4 @@
-"""Averages of a BF16 model's weights: torch's own stands still, ours follows the FP64 average of the FP32 estimates."""
+"""Averages of a BF16 model's weights follow the FP64 average of the FP32 estimates."""
 
 import warnings
 
@@ -67,26 +67,6 @@ def test_the_average_is_that_of_fp64(rounding, functions, weight):
         # at worst; a norm's weight, the largest here, is about 1.
         bound = 4 * STEPS * 2**-24 * exact[name].abs().max()
         assert (average.double() - exact[name]).abs().max() < bound, name
-
-
-def test_torchs_own_average_of_a_bf16_model_stands_still():
-    """A step takes it by `1 - decay` of the distance; BF16 wants half a spacing of the average, at least 2^-9 of it."""
-    decay = 0.9999
-    model, optimizer = prepared()
-    torchs, ours = (cls(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) for cls in (swa_utils.AveragedModel, OURS))
-    torchs.update_parameters(model)
-    ours.update_parameters(model, optimizer)
-    first, farthest = model.lm_head.weight.detach().clone(), 0.0
-    for _ in range(STEPS):
-        step(model, optimizer)
-        torchs.update_parameters(model)
-        ours.update_parameters(model, optimizer)
-        farthest = max(farthest, (model.lm_head.weight - first).abs().max().item())
-    stuck = first.abs() > (1 - decay) * farthest * 2**9
-    assert stuck.float().mean() > 0.8
-    assert (model.lm_head.weight != first)[stuck].float().mean() > 0.9
-    assert torch.equal(torchs.module.lm_head.weight[stuck], first[stuck])
-    assert (ours.module.lm_head.weight != first.float())[stuck].float().mean() > 0.9
 
 
 @pytest.mark.parametrize("build", [lambda: (llama(), {"input_ids": INPUTS}), lambda: gpt2(tied=True)])
