@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.integrations.transformers.checkpoints.manifest import differences
+from hf_lowprec.integrations.transformers.checkpoints.manifest import examine
 from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import SCRIPTS
@@ -130,7 +130,7 @@ def test_kills_between_the_files_of_two_ranks_and_after_the_manifest(tmp_path):
     whole = train(tmp_path / "whole", mode, NEVER)
     assert train(out, mode, BEFORE_ITS_RANDOM_STATE, *limit).returncode != 0
     assert (out / "checkpoint-4/trainer_state.json").exists()
-    assert differences(out / "checkpoint-4") == ["saving was not finished"]
+    assert examine(out / "checkpoint-4").problems == ["saving was not finished"]
     assert choose_checkpoint(True, str(out)) == str(out / "checkpoint-2")
     assert train(out, mode, BEFORE_ON_SAVE, *limit).returncode != 0  # it resumed from step 2, so it saved step 6
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-6"]

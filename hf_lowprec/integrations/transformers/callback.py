@@ -22,13 +22,13 @@ from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_eval
 from hf_lowprec.integrations.accelerate.private_apis import switch_autocast_off
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs
 from hf_lowprec.integrations.transformers.precision_report import precision_report
-from hf_lowprec.integrations.transformers.refusals import (
+from hf_lowprec.integrations.transformers.run_monitor import RunMonitor
+from hf_lowprec.integrations.transformers.training_arguments import (
     check_built_optimizer,
     check_gradient_release,
     check_liger,
     check_quantized_weights_are_frozen,
 )
-from hf_lowprec.integrations.transformers.run_monitor import RunMonitor
 from hf_lowprec.monitor.rules import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer, ScheduleFreeAdamW

@@ -26,14 +26,12 @@ from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import TRAINERS_CALLBACK, LowPrecisionCallback, callback_of
 from hf_lowprec.integrations.transformers.checkpoints import load, resume, save
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
-from hf_lowprec.integrations.transformers.refusals import (
+from hf_lowprec.integrations.transformers.run_monitor import add_lost_updates_warning
+from hf_lowprec.integrations.transformers.training_arguments import (
     check_one_gpu,
     check_precision,
     check_quantized_weights_are_frozen,
     check_trainable,
-)
-from hf_lowprec.integrations.transformers.run_monitor import add_lost_updates_warning
-from hf_lowprec.integrations.transformers.training_arguments import (
     checked_arguments,
     copy_to_fields,
     optimizer_arguments,

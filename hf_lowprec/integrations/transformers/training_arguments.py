@@ -1,23 +1,29 @@
-"""The optimizer that `TrainingArguments` select."""
+"""The optimizer that `TrainingArguments` select, and what cannot be combined with training in 16 bits.
+
+Each message says what to change.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from transformers import TrainingArguments
+from torch import nn
+from transformers import Trainer, TrainingArguments
 
+from hf_lowprec.casting.quantized import holds_quantized_weights, is_quantized
+from hf_lowprec.integrations.adapters import has_adapters
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of, optimizer_name
-from hf_lowprec.integrations.transformers.refusals import check_arguments
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.arguments import keywords
-from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.optimizer_names import optimizer_factory
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
 
 _REPLACED_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 """Keys of `optim_args` whose value replaces that of a field, which must then have its default or the same value."""
 _ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_ADAPTERS = "train adapters on it (peft.get_peft_model), or load it without quantization_config"
 
 
 def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
@@ -53,10 +59,22 @@ def checked_arguments(args: Any) -> dict[str, Any]:
     """The optimizer's keyword arguments. Raises the errors of its constructor before any model is changed.
 
     Raises:
-        ValueError: see `optimizer_arguments` and `check_arguments`; or a value is out of range.
+        ValueError: see `optimizer_arguments`; or a value is out of range; or `optim_target_modules` or TRL's
+            `cast_lm_head_to_fp32` is set, which these optimizers do not support; or see `check_gradient_release`.
     """
     _, kwargs = optimizer_arguments(args)
-    check_arguments(args, kwargs)
+    if args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} selects modules for GaLore and APOLLO, but "
+            f"optim={optimizer_name(args)!r} trains all parameters that require gradients; remove it"
+        )
+    if getattr(args, "cast_lm_head_to_fp32", False):  # in TRL's configurations; it upcasts an already rounded head
+        raise ValueError(
+            "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
+        )
+    if kwargs.get("gradient_release") is True:
+        norm = optim_args_of(args).optimizer.get("max_grad_norm", args.max_grad_norm)
+        check_gradient_release(args, norm, str(kwargs.get("clip", "exact")))
     return optimizer_factory(optimizer_name(args), **kwargs)[1]
 
 
@@ -97,3 +115,129 @@ def _adam_fields(args: Any, open_defaults: Mapping[str, Any]) -> dict[str, Any]:
         first, second = open_defaults["betas"]
         kwargs["betas"] = (changed.get("adam_beta1", first), changed.get("adam_beta2", second))
     return kwargs
+
+
+def check_precision(args: Any) -> None:
+    """Raise ValueError if the mixed precision or an evaluation dtype is incompatible with a 16-bit model."""
+    if args is None:
+        return
+    if args.fp16 or args.mixed_precision not in ("no", "bf16"):
+        setting = "fp16=True" if args.fp16 else f"mixed_precision={args.mixed_precision!r}"
+        raise ValueError(
+            f"{setting} is incompatible with pure BF16 training, which replaces autocast and loss scaling; remove it"
+        )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True would cast the model again, including its FP32 norms; the model is already in 16 bits, "
+                "so remove it"
+            )
+
+
+def check_one_gpu(trainer: Trainer) -> None:
+    """Raise ValueError for DataParallel. Only a built Trainer knows: it has one GPU for a model spread over several."""
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start one process "
+            "per GPU with accelerate launch or torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES=0 to use one GPU"
+        )
+
+
+def check_quantized_weights_are_frozen(model: nn.Module) -> None:
+    """Check that no trainable weight of `model` is quantized.
+
+    Frozen quantized weights below trainable adapters are fine.
+
+    Raises:
+        ValueError: such a weight would be trained; the message says what to do.
+    """
+    for name, param in model.named_parameters():
+        if param.requires_grad and is_quantized(param):
+            kind = f"{type(param.data).__name__} of {param.dtype}"
+            raise ValueError(f"{name} is quantized ({kind}) and requires a gradient: {_ADAPTERS}")
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if has_adapters(model):
+        return
+    if getattr(model, "is_quantized", False):
+        aware = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
+        what = "quantization-aware training" if aware else "training all weights"
+        raise ValueError(
+            f"{what} of a model with quantization_config={type(config).__name__} is not supported: {_ADAPTERS}"
+        )
+    quantized = next((name for name, module in model.named_modules() if holds_quantized_weights(module)), None)
+    # With trainable adapters or norms, the rest is frozen.
+    if quantized is not None and all(param.requires_grad for param in model.parameters() if not is_quantized(param)):
+        raise ValueError(
+            f"the whole model is trainable, but its weights are quantized ({quantized}) and would not change: "
+            f"{_ADAPTERS}"
+        )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ValueError if `model` has no trainable parameters."""
+    if any(param.requires_grad for param in model.parameters()):
+        return
+    way_out = (
+        "to continue training saved adapters, load them with PeftModel.from_pretrained(…, is_trainable=True)"
+        if has_adapters(model)
+        else "to train all weights, as after merge_and_unload(), call model.requires_grad_(True)"
+    )
+    raise ValueError(f"no parameter of the model requires a gradient, so nothing would be trained; {way_out}")
+
+
+def check_built_optimizer(args: TrainingArguments, optimizer: Any) -> None:
+    """Raise ValueError if `optim` is one of our names, and another library's optimizer was built."""
+    if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
+        raise ValueError(
+            f"optim={optimizer_name(args)!r} was requested, but {type(optimizer).__name__} from optimizers= or "
+            "create_optimizer would round away its updates to 16-bit weights. Build an hf_lowprec optimizer there, "
+            "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
+            "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
+        )
+
+
+def check_gradient_release(args: Any, max_grad_norm: float, clip: str) -> None:
+    """Raise ValueError if Trainer's arguments are incompatible with an optimizer with `gradient_release=True`.
+
+    Args:
+        args: Trainer's arguments.
+        max_grad_norm: the norm to which it clips, 0 for no clipping.
+        clip: the optimizer's argument.
+    """
+    steps = args.gradient_accumulation_steps
+    if steps > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps} accumulates gradients, but gradient_release=True steps parameters "
+            "and frees their gradients during every backward pass. Set gradient_accumulation_steps=1 and raise "
+            "per_device_train_batch_size, with gradient_checkpointing=True if activations do not fit; or replace "
+            "gradient_release=True by offload_states=True,offload_gradients=True, which accumulates in host memory"
+        )
+    if max_grad_norm and clip == "exact":
+        mode = optimizer_name(args).partition("_bf16_")[2]
+        stable = f"optim='stableadamw_bf16_{mode}'" if mode else "hf_lowprec.StableAdamW"
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} (Trainer's default is 1.0) needs the norm of all gradients before the "
+            "first parameter is stepped, but gradient_release=True frees gradients during the backward pass. Set "
+            f"max_grad_norm=0 ({stable} clips each tensor's update by itself); or "
+            "optim_args='gradient_release=True,clip=delayed', which clips by the norm of the step before; or "
+            "optim_args='offload_states=True,offload_gradients=True'"
+        )
+
+
+def check_liger(args: Any, heads: Iterable[str]) -> None:
+    """Raise ValueError, naming what to change, if `use_liger_kernel` cannot run.
+
+    Args:
+        args: Trainer's arguments when training begins.
+        heads: the output heads that are kept in FP32.
+    """
+    if not args.use_liger_kernel:
+        return
+    if args.device.type == "cpu":
+        raise ValueError("use_liger_kernel=True: Liger's Triton kernels do not run on a CPU; remove it")
+    heads = ", ".join(heads)
+    if heads and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            f"use_liger_kernel=True multiplies 16-bit hidden states by the weight of {heads}, which is kept in FP32; "
+            "set liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )

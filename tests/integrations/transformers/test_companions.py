@@ -184,7 +184,7 @@ def test_liger_and_a_head_in_fp32():
     """Its fused loss multiplies the head's weight by hidden states itself."""
     from types import SimpleNamespace
 
-    from hf_lowprec.integrations.transformers.refusals import check_liger
+    from hf_lowprec.integrations.transformers.training_arguments import check_liger
 
     args = SimpleNamespace(use_liger_kernel=True, device=torch.device("cuda"), liger_kernel_config=None)
     check_liger(args, ())

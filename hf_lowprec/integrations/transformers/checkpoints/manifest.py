@@ -81,32 +81,38 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise ValueError(f"{MANIFEST_NAME} cannot be used: {error}") from error
 
 
-def differences(folder: Path) -> list[str]:
-    """Compare a checkpoint with its manifest.
+class Examined(NamedTuple):
+    """What is known of a checkpoint by its manifest.
 
-    Returns:
-        What is wrong with each file, or with the manifest; empty if it fits, or if there is none.
+    Attributes:
+        saved: when the manifest was written, in seconds; 0 if there is none, or if it cannot be read.
+        problems: what is wrong with each file, or with the manifest; empty if it fits, or if there is none.
     """
+
+    saved: float
+    problems: list[str]
+
+
+def examine(folder: Path) -> Examined:
+    """Compare a checkpoint with its manifest."""
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
-        return [str(error)]
+        return Examined(0, [str(error)])
     if manifest is None:
-        return []
-    if manifest.files is None:
-        return ["saving was not finished"]
-    found = []
-    for name, size in manifest.files.items():
+        return Examined(0, [])
+    problems = ["saving was not finished"] if manifest.files is None else []
+    for name, size in (manifest.files or {}).items():
         try:
             size_now = (folder / name).stat().st_size
         except FileNotFoundError:
-            found.append(f"{name} is missing")
+            problems.append(f"{name} is missing")
         except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
+            problems.append(f"{name} cannot be read: {error.strerror}")
         else:
             if size_now != size:
-                found.append(f"{name} has {size_now} bytes instead of {size}")
-    return found
+                problems.append(f"{name} has {size_now} bytes instead of {size}")
+    return Examined(manifest.saved.timestamp(), problems)
 
 
 def listing(problems: list[str]) -> str:
@@ -123,7 +129,7 @@ def check_files(folder: Path, argument: str, found: list[str] | None = None) -> 
         argument: the argument that it was passed as, for the message.
         found: the differences, if they are known.
     """
-    if found := differences(folder) if found is None else found:
+    if found := examine(folder).problems if found is None else found:
         changed = f", or delete its {MANIFEST_NAME} if you changed the files on purpose"
         raise ValueError(
             f"{argument}={str(folder)!r} is not a whole checkpoint: {listing(found)}. Pass another one"

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from accelerate import PartialState
@@ -32,10 +32,10 @@ from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.callback import callback_of
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
+    Examined,
     check_files,
-    differences,
+    examine,
     listing,
-    read_manifest,
 )
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction.collectives import gather_objects
@@ -180,34 +180,18 @@ def _holds(checkpoint: Path, *patterns: str) -> bool:
     return any(True for pattern in patterns for _ in checkpoint.glob(pattern))
 
 
-class _Examined(NamedTuple):
-    """What one machine knows of a checkpoint.
-
-    Attributes:
-        saved: when its manifest was written, in seconds; 0 if there is none, or if it cannot be read.
-        problems: why it is not whole; empty if it is.
-    """
-
-    saved: float
-    problems: list[str]
-
-
-def _examine(checkpoint: Path) -> _Examined:
-    try:
-        manifest = read_manifest(checkpoint)
-    except ValueError as error:
-        return _Examined(0, [str(error)])
-    if manifest is not None:
-        return _Examined(manifest.saved.timestamp(), differences(checkpoint))
-    whole = (checkpoint / TRAINER_STATE_NAME).is_file()  # Trainer writes it last
-    return _Examined(0, [] if whole else [f"{TRAINER_STATE_NAME} is missing"])
+def _examine(checkpoint: Path) -> Examined:
+    """`examine`; without a manifest, the checkpoint must have what Trainer writes last."""
+    if (checkpoint / MANIFEST_NAME).is_file() or (checkpoint / TRAINER_STATE_NAME).is_file():
+        return examine(checkpoint)
+    return Examined(0, [f"{TRAINER_STATE_NAME} is missing"])
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
 
 
-def _newest(folder: Path, found: list[dict[str, _Examined]]) -> Path | None:
+def _newest(folder: Path, found: list[dict[str, Examined]]) -> Path | None:
     """The newest whole checkpoint, with a warning about those that were skipped; None if there are no checkpoints.
 
     Those without a manifest, which a stock Trainer has saved, come last, by their steps.
@@ -245,7 +229,7 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _problems(name: str, found: list[dict[str, _Examined]]) -> list[str]:
+def _problems(name: str, found: list[dict[str, Examined]]) -> list[str]:
     return _of_all_ranks([of_rank[name].problems if name in of_rank else [] for of_rank in found])
 
 

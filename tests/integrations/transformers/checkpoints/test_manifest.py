@@ -18,7 +18,7 @@ import hf_lowprec  # noqa: F401
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
     begin_checkpoint,
-    differences,
+    examine,
     finish_checkpoint,
 )
 from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
@@ -131,12 +131,12 @@ def test_a_kill_at_any_moment_of_saving(tmp_path, earlier_run):
 def test_an_earlier_manifest_does_not_count_for_files_of_the_same_sizes(tmp_path):
     (tmp_path / "model").write_text("earlier")
     finish_checkpoint(tmp_path)
-    assert differences(tmp_path) == []
+    assert examine(tmp_path).problems == []
     begin_checkpoint(tmp_path)
     (tmp_path / "model").write_text("another")
-    assert differences(tmp_path) == ["saving was not finished"]
+    assert examine(tmp_path).problems == ["saving was not finished"]
     finish_checkpoint(tmp_path)
-    assert differences(tmp_path) == []
+    assert examine(tmp_path).problems == []
 
 
 def test_the_manifest_lists_every_file(whole):
@@ -196,9 +196,9 @@ def test_manifests_with_checksums(tmp_path):
     content = json.loads((checkpoint / MANIFEST_NAME).read_text())
     assert content["format"] == 1 and newest(tmp_path) == "checkpoint-2"
     os.truncate(checkpoint / "scheduler.pt", 100)
-    assert differences(checkpoint) == ["scheduler.pt has 100 bytes instead of 1465"]
+    assert examine(checkpoint).problems == ["scheduler.pt has 100 bytes instead of 1465"]
     (checkpoint / MANIFEST_NAME).write_text(json.dumps({**content, "complete": False, "files": {}}))
-    assert differences(checkpoint) == ["saving was not finished"]
+    assert examine(checkpoint).problems == ["saving was not finished"]
 
 
 def saved(folder: Path, step: int) -> str:
