@@ -20,9 +20,6 @@ FEW_RUNS = [f"{algorithm} {steps.MODES[number % 4 - 2]}" for number, algorithm i
 """Every algorithm in one mode and every mode with one algorithm; "AdamW kahan" among them."""
 ON_RANKS = ("Adafactor", "AdamW", "Adan", "Muon")
 """Algorithms of those, one in each mode, that ranks and Trainer run as well."""
-BACKENDS = ("native", "eager", "triton")
-QUICK = {"native": (50, ()), "eager": (10, ()), "triton": (3, ("mixed dtypes",))}
-"""Of each backend, the last step and the cases (none: all) that `make test` runs."""
 SECTIONS = {
     "one process": "one process",
     "DDP, two ranks": "two ranks",

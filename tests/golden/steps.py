@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hf_lowprec
 from tests.golden.exact import Shape, digest, gradient, orthogonal_gradient, sparse_gradient, weights
+from tests.support.optim import every_optimizer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ALGORITHMS = {cls.__name__: cls for cls, _ in map(hf_lowprec.optimizer_factory, hf_lowprec.OPTIMIZER_NAMES)}
@@ -19,24 +20,8 @@ MODES = ("kahan", "split", "stochastic", "nearest")
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "Adafactor": [{"beta1": 0.9, "weight_decay": 0.1}, {}, {"relative_step": False, "scale_parameter": False}],
-    "Adam": [{"amsgrad": True, "weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    **every_optimizer.OPTIONS,
     "AdamW": [{"weight_decay": 0.1}, {"amsgrad": True}, {"betas": (0.0, 0.5), "eps": 1e-4}],
-    "Adan": [{"weight_decay": 0.1}, {"no_prox": True, "weight_decay": 0.1}],
-    "Lion": [{"weight_decay": 0.1}, {"betas": (0.5, 0.6)}],
-    "Prodigy": [
-        {"weight_decay": 0.1, "use_bias_correction": True, "d0": 0.1},
-        {"d_coef": 0.5, "safeguard_warmup": True, "d0": 0.1},
-    ],
-    "RAdam": [{"weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "SGD": [
-        {"momentum": 0.9, "weight_decay": 0.1},
-        {"momentum": 0.9, "dampening": 0.5},
-        {"momentum": 0.9, "nesterov": True},
-        {},
-    ],
-    "ScheduleFreeAdamW": [{"weight_decay": 0.1, "warmup_steps": 4}, {"betas": (0.5, 0.0), "eps": 1e-4}],
-    "StableAdamW": [{}, {"weight_decay": 0.0, "eps": 1e-4}],
     # Whatever rounds the products of two steps with these coefficients, and in which order, gets the same bits. Without
     # momentum, or with an FP32 one, elements of one size stay so: BF16 states are rounded stochastically.
     "Muon": [
@@ -181,19 +166,16 @@ class Training:
         }
 
 
-def record(algorithm: str, mode: str, backend: str, last: int = 50, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Digests of every case, or of those in `names`, after its steps, no further than step number `last`."""
+def record(algorithm: str, mode: str, backend: str) -> dict[str, Any]:
+    """Digests of every case after its steps."""
     found: dict[str, Any] = {}
     for name, case in cases(algorithm, mode):
-        if case.steps[0] > last or (names and name not in names):
-            continue
         training, done = Training(algorithm, mode, backend, case), 0
         found[name] = {}
         for step in case.steps:
-            if step <= last:
-                training.run(range(done + 1, step + 1))
-                found[name][f"step {step}"] = training.digests()
-                done = step
+            training.run(range(done + 1, step + 1))
+            found[name][f"step {step}"] = training.digests()
+            done = step
     return found
 
 

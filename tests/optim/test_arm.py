@@ -17,8 +17,8 @@ from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import FLAGS
 from tests.support.optim.emulated_arm import PROCESSORS, EmulatedLibrary, missing_programs
-from tests.support.optim.every_kind_of_value import EVERY_MODE, TWO_MODES, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
+from tests.support.optim.trained_everywhere import EVERY_MODE, TWO_MODES, same, trained
 
 pytestmark = pytest.mark.skipif(
     bool(missing_programs()),

@@ -20,13 +20,6 @@ def params() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
 
 
-@pytest.mark.parametrize(("name", "error", "words"), [("cuda", ValueError, ["cuda", "auto", "eager", "native"])])
-def test_an_unknown_backend_is_refused_by_name(name, error, words):
-    with pytest.raises(error) as raised:
-        AdamW(params(), backend=name)
-    assert all(word in str(raised.value) for word in [*words, "backend"])
-
-
 @pytest.mark.skipif(GPU, reason="there is a GPU for it to run on")
 def test_triton_without_a_gpu_says_why_and_what_can(monkeypatch):
     triton = pytest.importorskip("triton")

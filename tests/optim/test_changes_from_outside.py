@@ -46,11 +46,6 @@ def test_autograd_is_told_of_the_write(backend):
         loss.backward()
 
 
-def test_an_expanded_parameter_is_refused():
-    with pytest.raises(ValueError, match="share the same memory"):
-        AdamW([nn.Parameter(torch.zeros(1, dtype=torch.bfloat16).expand(4))])
-
-
 def converted_after_a_step(before: torch.dtype, after: torch.dtype, **arguments) -> tuple[nn.Parameter, AdamW]:
     """A parameter, with a gradient, that was converted between its first and its second step."""
     param = nn.Parameter(torch.linspace(-1, 1, 8, dtype=before))

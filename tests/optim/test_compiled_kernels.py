@@ -12,9 +12,9 @@ from torch import nn
 from hf_lowprec.optim import Adafactor, AdamW
 from tests.support.chosen_cases import nightly_except
 from tests.support.optim.emulated_gpu import CAPABILITIES, EmulatedGpu
-from tests.support.optim.every_kind_of_value import EVERY_MODE, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
 from tests.support.optim.fp64_sums import BOUND
+from tests.support.optim.trained_everywhere import EVERY_MODE, same, trained
 from tests.support.triton_available import require_triton
 
 require_triton()

@@ -124,67 +124,6 @@ def test_names_that_a_group_has_already_are_split_with_it():
     assert [len(group["params"]) for group in unnamed.param_groups] == [1, 0]
 
 
-def test_an_empty_matrix_is_stepped():
-    empty = torch.nn.Parameter(torch.zeros(3, 0))
-    empty.grad = torch.zeros(3, 0)
-    for adjust in ("original", "match_rms_adamw"):
-        Muon([empty], adjust_lr_fn=adjust).step()
-
-
-REFUSED = [
-    ({}, [(4,)], r"not a parameter of shape \(4,\); pass matrices="),
-    ({"momentum": 1.0}, [(4, 4)], "momentum=1.0 is invalid"),
-    ({"ns_steps": 0}, [(4, 4)], "ns_steps=0 is invalid"),
-    ({"ns_steps": 5.0}, [(4, 4)], "ns_steps=5.0 in param group 0 is not an integer"),
-    ({"ns_coefficients": (1.0, math.nan, 2.0)}, [(4, 4)], r"ns_coefficients\[1\]=nan is invalid"),
-    ({"matrices": [torch.zeros(4, 4)]}, [(4, 4)], "none of matrices= is among the parameters"),
-    ({"ns_eps": -1.0}, [(4, 4)], "ns_eps=-1.0 is invalid"),
-    ({"adjust_lr_fn": "match"}, [(4, 4)], "adjust_lr_fn='match' in param group 0 is unknown; valid are 'original'"),
-]
-
-
-@pytest.mark.parametrize(("options", "shapes", "message"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_cannot_be_stepped_is_refused(options, shapes, message):
-    with pytest.raises(ValueError, match=message):
-        Muon(parameters(shapes), **options)
-
-
-@pytest.mark.parametrize(
-    ("group", "error", "message"),
-    [
-        ({"use_muon": "maybe"}, ValueError, "use_muon='maybe' in param group 0 is not True or False"),
-        (
-            {"use_moun": False},
-            ValueError,
-            "'use_moun' in param group 0 is not an argument.*did you mean 'use_muon'",
-        ),
-        ({"params": set(parameters([(4, 4)]))}, TypeError, "set"),
-    ],
-    ids=str,
-)
-def test_a_group_that_says_something_else_is_refused(group, error, message):
-    with pytest.raises(error, match=message):
-        Muon([{"params": parameters([(4, 4)]), **group}], matrices=[])
-
-
-def test_what_a_group_says_later_is_checked_before_the_step():
-    (param,) = parameters([(4,)])
-    param.grad = torch.ones(4)
-    optimizer = Muon([{"params": [param], "use_muon": False}])
-    optimizer.param_groups[0]["use_muon"] = True
-    with pytest.raises(ValueError, match="pass matrices="):
-        optimizer.step()
-
-
-def test_a_refused_group_leaves_no_trace():
-    optimizer = Muon(parameters([(4, 4)]))
-    with pytest.raises(ValueError, match="pass matrices="):
-        optimizer.add_param_group({"params": parameters([(4, 2), (3,)])})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": parameters([(3,)]), "use_muon": False})
-    assert optimizer.param_groups[1]["use_muon"] is False
-
-
 @pytest.fixture
 def small_parts(monkeypatch):
     """Matrices are orthogonalized and stepped in parts of at most 100 elements, or one at a time."""

@@ -45,26 +45,6 @@ def assert_nearest(weight: torch.Tensor, exact: torch.Tensor) -> None:
         assert (distance <= (neighbour - exact.double()).abs()).all()
 
 
-def test_many_steps_are_those_of_fp32():
-    size, steps, lr, decay = 512, 2_000, 1e-4, 0.1
-    split, ours = nn.Parameter(start(size)), nn.Parameter(start(size).float())
-    optimizers = [
-        AdamW([split], lr=lr, weight_decay=decay, **EXACT),
-        AdamW([ours], lr=lr, weight_decay=decay),
-    ]
-    for step in range(steps):
-        grad = gradient(step, size)
-        for param, optimizer in zip((split, ours), optimizers, strict=True):
-            param.grad = grad.to(param.dtype)
-            optimizer.step()
-        if step % 100 == 0:
-            assert_nearest(split, master(optimizers[0], split))
-    assert torch.equal(master(optimizers[0], split), ours.detach())
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(optimizers[0].state[split][name], optimizers[1].state[ours][name])
-    assert torch.equal(hf_lowprec.fp32_state_dict(nn.ParameterList([split]), optimizers[0])["0"], ours.detach())
-
-
 @rarely_on_triton()
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_is_its_fp32_self(name, any_backend):
@@ -108,43 +88,6 @@ def test_an_fp32_model_keeps_every_digit():
         for name, reference in exact.state_dict().items():
             assert torch.equal(found[name], reference)
             assert_nearest(model.get_parameter(name), reference)
-
-
-@pytest.mark.parametrize("value", [0.0, -0.0, 0.5])
-def test_weights_that_were_set_from_outside_train_on(value, any_backend):
-    """Pruning, `padding_idx` or a new initialization leave remainders of other weights."""
-    param = nn.Parameter(start(1000))
-    optimizer = AdamW([param], lr=1e-3, rounding="split", backend=any_backend)
-    for step in range(3):
-        param.grad = gradient(step, 1000)
-        optimizer.step()
-    assert (optimizer.state[param]["remainder"] < 0).any()
-    with torch.no_grad():
-        param[::2] = value
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert param.isfinite().all()
-    # Adam still moves by the momentum, by less than 3 learning rates; a remainder adds half a spacing of 2**-8.
-    assert ((param.detach()[::2].double() - value).abs() <= 3e-3 + 2.0**-9).all()
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_fp16_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=r"rounding='split' in param group 0 does not support torch\.float16"):
-        build(name, [nn.Parameter(torch.ones(2, 2, dtype=FP16))], rounding="split")
-
-
-@pytest.mark.parametrize("state_dtype", [None, FP32, BF16])
-def test_remainders_are_integers_whatever_the_state_dtype(state_dtype):
-    param = nn.Parameter(start(7))
-    optimizer = AdamW([param], rounding="split", state_dtype=state_dtype)
-    param.grad = gradient(0, 7)
-    optimizer.step()
-    state = optimizer.state[param]
-    assert state["remainder"].dtype == INT16
-    assert state["exp_avg"].dtype == (state_dtype or BF16)
-    with pytest.raises(ValueError, match="state_dtype names the state 'remainder'"):
-        AdamW([param], rounding="split", state_dtype={"remainder": BF16})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim import ALGORITHMS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = sorted(ALGORITHMS)

@@ -1,0 +1,169 @@
+"""What optimizers refuse by name: hyperparameters, parameters, groups, options; and that a refusal changes nothing."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, Adan, Lion, Muon, Prodigy, RAdam, ScheduleFreeAdamW
+from hf_lowprec.optim.arguments import READERS
+from hf_lowprec.rounding import Rounding
+from tests.support.optim.every_optimizer import BF16, FP16, FP32, parameters
+from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
+
+INT8, NAN = torch.int8, math.nan
+BAD_ADAMW = [("lr", value) for value in (-1.0, NAN, math.inf, "fast", torch.tensor(-1.0), torch.ones(2))]
+BAD_ADAMW += [("betas", value) for value in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (NAN, 0.9), (0.9, NAN), (0.9,), 0.9)]
+BAD_ADAMW += [("eps", -1.0), ("eps", None), ("weight_decay", NAN), ("seed", 1.5), ("seed", None)]
+BAD_ADAMW += [("maximize", 3), ("amsgrad", "maybe"), ("state_dtype", "float8"), ("state_rounding", "kahan")]
+BAD_ADAMW += [("rounding", "up"), ("rounding", None)]
+BAD_ADAMW += [("state_dtype", value) for value in (FP16, torch.int32, {"exp_avg": FP16}, {"velocity": FP32})]
+BAD_SGD = [("lr", NAN), ("momentum", -1.0), ("momentum", NAN), ("dampening", NAN), ("weight_decay", NAN)]
+BAD_SGD += [("weight_decay", -1.0), ("nesterov", True)]
+BAD_ADAM = [("betas", (0.9, 1.0)), ("eps", -1.0), ("weight_decay", NAN), ("decoupled_weight_decay", "maybe")]
+BAD_LION = [("betas", (1.0, 0.9)), ("betas", (0.9, 0.99, 0.9)), ("betas", 0.9), ("weight_decay", -1.0)]
+BAD_ADAN = [("betas", (0.98, 0.92)), ("betas", (0.98, 0.92, 1.0)), ("eps", NAN), ("weight_decay", -1.0), ("no_prox", 2)]
+BAD_ADAFACTOR = [("lr", NAN), ("lr", None), ("d", 0.5), ("d", NAN), ("beta2_decay", 0.5), ("beta2_decay", "fast")]
+BAD_ADAFACTOR += [("beta1", 1.0), ("beta1", NAN), ("eps", 1e-3), ("eps", (1e-30,)), ("eps", (-1e-30, 1e-3))]
+BAD_ADAFACTOR += [("eps", (1e-30, NAN)), ("relative_step", "maybe"), ("scale_parameter", 2), ("weight_decay", -1.0)]
+BAD_SCHEDULE_FREE = [("betas", (0.0, 0.9)), ("warmup_steps", -1), ("warmup_steps", 1.5), ("eps", -1.0)]
+TABLES = {AdamW: BAD_ADAMW, SGD: BAD_SGD, Adam: BAD_ADAM, RAdam: BAD_ADAM, Lion: BAD_LION, Adan: BAD_ADAN}
+TABLES |= {Adafactor: BAD_ADAFACTOR, ScheduleFreeAdamW: BAD_SCHEDULE_FREE, Prodigy: [("d0", -1.0), ("d_coef", -1.0)]}
+BAD = [pytest.param(cls, *bad, id=f"{cls.__name__}-{bad}") for cls, table in TABLES.items() for bad in table]
+RIGHT = {"rounding": ["kahan", "split", "stochastic", "nearest"], "state_rounding": ["stochastic", "nearest"]}
+RIGHT |= {"nesterov": ["momentum", "dampening"], "seed": ["integer"]}
+
+
+def trained(cls=AdamW) -> torch.optim.Optimizer:
+    optimizer = cls(parameters())
+    train(optimizer, 2)
+    return optimizer
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), BAD)
+def test_a_bad_hyperparameter_is_refused_wherever_it_is_given(cls, name, value):
+    words = [name, *RIGHT.get(name, [])]
+    words += [repr(value)] if isinstance(value, (float, str)) else []
+    with pytest.raises(ValueError, match=name):
+        cls(parameters(), **{name: value})
+    optimizer = trained(cls)
+    group = {"params": [nn.Parameter(torch.ones(2, dtype=BF16))], name: value}
+    refuses(lambda: optimizer.add_param_group(group), optimizer, words)
+
+
+IN_8_BITS = {"state_dtype": INT8}
+REFUSED = [
+    (
+        AdamW,
+        FP16,
+        {"rounding": "stochastic"},
+        r"rounding='stochastic' in param group 0 does not support torch\.float16",
+    ),
+    (AdamW, FP16, {"rounding": "split"}, r"rounding='split' in param group 0 does not support torch\.float16"),
+    (AdamW, BF16, {**IN_8_BITS, "state_rounding": "nearest"}, "state_rounding='nearest' in param group 0 is not"),
+    (AdamW, BF16, {"state_dtype": {"exp_avg": INT8}, "state_rounding": "nearest"}, "always rounded stochastically"),
+    (AdamW, BF16, {"state_dtype": {"max_exp_avg_sq": INT8}, "amsgrad": True}, "max_exp_avg_sq does not average over"),
+    (AdamW, BF16, {"state_dtype": torch.uint8}, "use bfloat16, float32 or int8"),
+    (AdamW, BF16, {"rounding": "split", "state_dtype": {"remainder": BF16}}, "names the state 'remainder'"),
+    *((AdamW, BF16, {"first_parameter": value}, f"first_parameter={value!r}") for value in (-1, 1.0, "1.0", True)),
+    (AdamW, BF16, {"backend": "cuda"}, "backend='cuda' is unknown; valid are 'auto', 'triton', 'native', 'eager'"),
+    (Prodigy, BF16, {"gradient_release": True}, "excludes gradient_release=True"),
+    (Muon, BF16, {}, r"not a parameter of shape \(7,\); pass matrices="),
+    (Muon, BF16, {"momentum": 1.0}, "momentum=1.0 is invalid"),
+    (Muon, BF16, {"ns_steps": 0}, "ns_steps=0 is invalid"),
+    (Muon, BF16, {"ns_steps": 5.0}, "ns_steps=5.0 in param group 0 is not an integer"),
+    (Muon, BF16, {"ns_coefficients": (1.0, NAN, 2.0)}, r"ns_coefficients\[1\]=nan is invalid"),
+    (Muon, BF16, {"ns_eps": -1.0}, "ns_eps=-1.0 is invalid"),
+    (Muon, BF16, {"matrices": [torch.zeros(4, 4)]}, "none of matrices= is among the parameters"),
+    (Muon, BF16, {"adjust_lr_fn": "match"}, "adjust_lr_fn='match' in param group 0 is unknown; valid are 'original'"),
+]
+
+
+@pytest.mark.parametrize(("cls", "dtype", "options", "message"), REFUSED, ids=str)
+def test_what_cannot_be_is_refused(cls, dtype, options, message):
+    with pytest.raises(ValueError, match=message):
+        cls(parameters(dtype), **options)
+
+
+GROUPS = [
+    (AdamW, {"params": None}, "param group 1 has no 'params'"),
+    (AdamW, {"lr": 1.0}, "param group 1 has no 'params'"),
+    (Muon, {}, "param group 1 has no 'params'"),
+    (
+        Muon,
+        {"params": [torch.ones(4, 4)], "use_muon": "maybe"},
+        "use_muon='maybe' in param group 1 is not True or False",
+    ),
+    (
+        Muon,
+        {"params": [torch.ones(4, 4)], "use_moun": False},
+        "'use_moun' in param group 1 is not an argument.*did you mean 'use_muon'",
+    ),
+    (Muon, {"params": {torch.ones(4, 4)}}, "set"),
+    (Muon, {"params": [torch.ones(4, 2), torch.ones(3)], "use_muon": True}, "pass matrices="),
+    (AdamW, {"params": [torch.ones(1, dtype=BF16).expand(4)]}, "share the same memory"),
+]
+
+
+@pytest.mark.parametrize(("cls", "group", "message"), GROUPS, ids=str)
+def test_groups_that_cannot_be_are_refused_and_leave_no_trace(cls, group, message):
+    matrices = {"matrices": []} if cls is Muon else {}
+    first = {"params": parameters()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        cls([first, group], **matrices)
+    optimizer = cls([first], **matrices)
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.add_param_group(dict(group))
+    train(optimizer, 1)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", NAN), ("lr", 1e38), ("rounding", "up"), ("state_rounding", 3)])
+def test_a_bad_value_written_into_a_group_stops_the_step_before_it_changes_anything(name, value):
+    optimizer = trained()
+    good = optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = value
+    before = everything(optimizer)["params"], everything(optimizer)["state"]
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
+    assert_equal((everything(optimizer)["params"], everything(optimizer)["state"]), before)
+    optimizer.param_groups[0][name] = good
+    train(optimizer, 1)
+
+
+def test_a_group_that_is_to_be_of_matrices_is_checked_before_the_step():
+    param = nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
+    optimizer = Muon([{"params": [param], "use_muon": False}])
+    optimizer.param_groups[0]["use_muon"] = True
+    with pytest.raises(ValueError, match="pass matrices="):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameters_of_another_dtype_are_refused_and_leave_no_trace(dtype):
+    optimizer, param = trained(), nn.Parameter(torch.ones(3, dtype=dtype))
+    refuses(lambda: optimizer.add_param_group({"params": [param]}), optimizer, [str(dtype), "bfloat16", "float32"])
+    already = params_of(optimizer)[0]
+    refuses(lambda: optimizer.add_param_group({"params": [already]}), optimizer, [])
+
+
+def test_adding_a_group_does_not_look_at_the_others(monkeypatch):
+    """Thousands of groups, one for each parameter, would take time that grows with the square of their number."""
+    looks = []
+    monkeypatch.setitem(READERS, Rounding, lambda name: looks.append(name) or name)
+    AdamW([{"params": [nn.Parameter(torch.zeros(2, dtype=BF16))]} for _ in range(20)])
+    assert len(looks) == 1 + 20
+
+
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.AdamW])
+def test_a_look_at_the_state_of_an_idle_parameter_leaves_a_checkpoint_that_loads(cls):
+    """`optimizer.state` is a `defaultdict`, so the look creates an empty entry."""
+    looked_at, resumed = cls(parameters()), AdamW(parameters())
+    stepped, idle, *_ = params_of(looked_at)
+    stepped.grad = torch.ones_like(stepped)
+    looked_at.step()
+    assert not looked_at.state[idle]
+    resumed.load_state_dict(looked_at.state_dict())
+    assert [param.shape for param in resumed.state] == [stepped.shape]

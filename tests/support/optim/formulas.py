@@ -1,0 +1,145 @@
+"""One step of every algorithm in FP64: torch's own class, or the paper's formula written out.
+
+A formula is `(weight, grad, state, step, group) -> (new weight, new states)` for one tensor. `state` is what is stored
+before the step, `step` counts from 1, and `group` is the param group. Muon, whose matrix products are in BF16, has
+tests of its own.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EPS = 2.0**-24
+"""Half an ulp of FP32, relative."""
+States = dict[str, Tensor]
+Formula = Callable[[Tensor, Tensor, States, int, dict[str, Any]], tuple[Tensor, States]]
+
+
+def rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item() if values.numel() else 0.0
+
+
+def of_torch(name: str) -> Formula:
+    """A step of torch's class of this name."""
+    cls = getattr(torch.optim, name)
+
+    def step(weight: Tensor, grad: Tensor, state: States, count: int, group: dict[str, Any]) -> tuple[Tensor, States]:
+        param = nn.Parameter(weight.clone())
+        options = {key: group[key] for key in inspect.signature(cls).parameters if key in group and key != "params"}
+        optimizer = cls([param], **options | {"lr": float(group["lr"])})
+        if count > 1:
+            optimizer.state[param] = {"step": torch.tensor(count - 1.0), **state}
+        param.grad = grad
+        optimizer.step()
+        found = optimizer.state[param].items()
+        return param.detach(), {name: value for name, value in found if name != "step" and value is not None}
+
+    return step
+
+
+def of_paper(formula: Callable[..., tuple[Tensor, States]]) -> Formula:
+    """A formula that minimizes, with attributes in place of keys."""
+
+    def step(weight: Tensor, grad: Tensor, state: States, count: int, group: dict[str, Any]) -> tuple[Tensor, States]:
+        options = SimpleNamespace(**group | {"lr": float(group["lr"])})
+        return formula(weight, -grad if group["maximize"] else grad, state, count, options)
+
+    return step
+
+
+def adafactor(weight, grad, state, t, options):
+    """Shazeer and Stern, arXiv:1804.04235, Alg. 4 to 6, with the options of torch's and transformers' classes."""
+    beta2, square = 1 - t**options.beta2_decay, grad.square() + options.square_eps
+    least = 2.0**-23 if options.eps[0] is None else options.eps[0]
+    new = {}
+    if grad.ndim > 1:
+        for name, dim in (("row_var", -1), ("col_var", -2)):
+            new[name] = beta2 * state[name] + (1 - beta2) * square.mean(dim, keepdim=True)
+        variance = new["row_var"] / new["row_var"].mean(-2, keepdim=True).clamp(min=least) * new["col_var"]
+    else:
+        variance = new["variance"] = beta2 * state["variance"] + (1 - beta2) * square
+    change = grad / variance.sqrt().clamp(min=least)
+    change = (
+        change
+        / max(1.0, rms(change) / options.d)
+        * (max(options.eps[1], rms(weight)) if options.scale_parameter else 1)
+    )
+    change = change * (min(options.lr, t**-0.5) if options.relative_step else options.lr)
+    if options.beta1 is not None:
+        change = new["exp_avg"] = options.beta1 * state["exp_avg"] + (1 - options.beta1) * change
+    return (1 - options.lr * options.weight_decay) * weight - change, new
+
+
+def adan(weight, grad, state, t, options):
+    """Xie et al., arXiv:2208.06677, Alg. 1 without restarts.
+
+    Betas are one minus the paper's, moments start at zero and are bias-corrected, and the first difference is zero, all
+    as in the authors' code.
+    """
+    beta1, beta2, beta3 = options.betas
+    difference = grad - state["previous_grad"] if t > 1 else torch.zeros_like(grad)
+    m = beta1 * state["exp_avg"] + (1 - beta1) * grad
+    v = beta2 * state["exp_avg_diff"] + (1 - beta2) * difference
+    n = beta3 * state["exp_avg_sq"] + (1 - beta3) * (grad + beta2 * difference).square()
+    step_size, decay = options.lr / ((n / (1 - beta3**t)).sqrt() + options.eps), options.lr * options.weight_decay
+    change = step_size * (m / (1 - beta1**t) + beta2 * v / (1 - beta2**t))
+    new_weight = (1 - decay) * weight - change if options.no_prox else (weight - change) / (1 + decay)
+    return new_weight, {"exp_avg": m, "exp_avg_diff": v, "exp_avg_sq": n, "previous_grad": grad}
+
+
+def lion(weight, grad, state, t, options):
+    """Chen et al., arXiv:2302.06675, Alg. 2. NaN where rounding errors in FP32, three of each term, decide the sign."""
+    beta1, beta2 = options.betas
+    terms = torch.stack([beta1 * state["exp_avg"], (1 - beta1) * grad])
+    sign = terms.sum(0).sign()
+    sign[(sign != 0) & (terms.sum(0).abs() <= 4 * EPS * terms.abs().sum(0))] = torch.nan
+    change = options.lr * (sign + options.weight_decay * weight)
+    return weight - change, {"exp_avg": beta2 * state["exp_avg"] + (1 - beta2) * grad}
+
+
+def prodigy(weight, grad, state, t, options):
+    """Mishchenko and Defazio, arXiv:2306.06101, Alg. 4, for a given d; sums are in units of d0, as in their package."""
+    (beta1, beta2), d = options.betas, options.d
+    rate = d * options.lr
+    if options.use_bias_correction:
+        rate *= (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+    m = beta1 * state["exp_avg"] + (1 - beta1) * d * grad
+    v = beta2 * state["exp_avg_sq"] + (1 - beta2) * (d * grad).square()
+    s = beta2**0.5 * state["s"] + d / options.d0 * (d if options.safeguard_warmup else rate) * grad
+    change = rate * (m / (v.sqrt() + d * options.eps) + options.weight_decay * weight)
+    return weight - change, {"exp_avg": m, "exp_avg_sq": v, "s": s, "p0_minus_p": state["p0_minus_p"] + change}
+
+
+def schedule_free_adamw(weight, grad, state, t, options):
+    """Defazio et al., arXiv:2405.15682, Alg. 1, with x, y and z. `weight` is y, and the state `z - y = β1·(z - x)`."""
+    beta1, beta2 = options.betas
+
+    def rate(k: int) -> float:
+        return min(1.0, k / max(options.warmup_steps, 1)) * (1 - beta2**k) ** 0.5
+
+    share = rate(t) ** 2 / sum(rate(k) ** 2 for k in range(1, t + 1))
+    x, z = weight + state["z_minus_y"] * (1 - 1 / beta1), weight + state["z_minus_y"]
+    v = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad.square()
+    z = z - options.lr * rate(t) * (grad / (v.sqrt() + options.eps) + options.weight_decay * weight)
+    x = (1 - share) * x + share * z
+    return (1 - beta1) * z + beta1 * x, {"exp_avg_sq": v, "z_minus_y": beta1 * (z - x)}
+
+
+def stable_adamw(weight, grad, state, t, options):
+    """Wortsman et al., arXiv:2304.13013, Alg. 2."""
+    beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in options.betas)
+    m = beta1 * state["exp_avg"] + (1 - beta1) * grad
+    v = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad.square()
+    lr = options.lr / max(1.0, (grad / v.sqrt().clamp(min=options.eps)).square().mean().sqrt().item())
+    change = m / (v.sqrt() + options.eps) + options.weight_decay * weight
+    return weight - lr * change, {"exp_avg": m, "exp_avg_sq": v}
+
+
+FORMULAS = {name: of_torch(name) for name in ("Adam", "AdamW", "RAdam", "SGD")}
+FORMULAS |= {"Adafactor": of_paper(adafactor), "Adan": of_paper(adan), "Lion": of_paper(lion)}
+FORMULAS |= {"Prodigy": of_paper(prodigy), "ScheduleFreeAdamW": of_paper(schedule_free_adamw)}
+FORMULAS |= {"StableAdamW": of_paper(stable_adamw)}
