@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,11 +32,6 @@ def upcast(model: nn.Module) -> Any:
     return model
 
 
-def bert(kind: str, **settings: Any) -> Any:
-    torch.manual_seed(0)
-    return getattr(transformers, f"BertFor{kind}")(transformers.BertConfig(**SIZES, num_labels=3, **settings))
-
-
 def t5() -> Any:
     torch.manual_seed(0)
     size = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -47,45 +44,82 @@ def by_class(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def xlm_roberta() -> Any:
-    """Its head is written before its base model."""
+def built(name: str, **settings: Any) -> Any:
     torch.manual_seed(0)
-    return transformers.XLMRobertaForSequenceClassification(transformers.XLMRobertaConfig(**SIZES, num_labels=3))
+    config = getattr(transformers, f"{re.sub('For.*', '', name)}Config")
+    return getattr(transformers, name)(config(**SIZES, **settings))
 
 
-CASES = {
-    "the head before the base": (xlm_roberta, CLASSES, by_class),
-    "one of several": (lambda: bert("SequenceClassification"), CLASSES, by_class),
+def encoder_and_decoder() -> Any:
+    """The decoder is the last child, and its own head makes the predictions; its caches and states are no matter."""
+    decoder = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    return transformers.EncoderDecoderModel(config)
+
+
+def albert_loss(outputs: Any) -> Tensor:
+    return by_class(outputs.prediction_logits, TOKENS) + by_class(outputs.sop_logits, CLASSES % 2)
+
+
+def span_loss(outputs: Any) -> Tensor:
+    return (cross_entropy(outputs.start_logits, CLASSES) + cross_entropy(outputs.end_logits, CLASSES + 1)) / 2
+
+
+SEVERAL = nn.functional.one_hot(CLASSES, 3).float()
+NUMBERS = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Tensor], Callable[[Any], Tensor]]] = {
+    "the head before the base": (
+        lambda: built("XLMRobertaForSequenceClassification", num_labels=3),
+        {"labels": CLASSES},
+        lambda outputs: by_class(outputs.logits, CLASSES),
+    ),
     "several at once": (
-        lambda: bert("SequenceClassification", problem_type="multi_label_classification"),
-        nn.functional.one_hot(CLASSES, 3).float(),
-        binary_cross_entropy_with_logits,
+        lambda: built("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification"),
+        {"labels": SEVERAL},
+        lambda outputs: binary_cross_entropy_with_logits(outputs.logits, SEVERAL),
     ),
     "regression": (
-        lambda: bert("SequenceClassification", problem_type="regression"),
-        torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),
-        mse_loss,
+        lambda: built("BertForSequenceClassification", num_labels=3, problem_type="regression"),
+        {"labels": NUMBERS},
+        lambda outputs: mse_loss(outputs.logits, NUMBERS),
     ),
-    "masked tokens, tied": (lambda: bert("MaskedLM"), TOKENS, by_class),
-    "T5": (t5, TOKENS, by_class),
+    "masked tokens, tied": (
+        lambda: built("BertForMaskedLM", num_labels=3),
+        {"labels": TOKENS},
+        lambda outputs: by_class(outputs.logits, TOKENS),
+    ),
+    "T5": (t5, {"labels": TOKENS}, lambda outputs: by_class(outputs.logits, TOKENS)),
+    "a model inside": (encoder_and_decoder, {"labels": TOKENS}, lambda outputs: by_class(outputs.logits, TOKENS)),
+    "two losses of two heads": (
+        lambda: built("AlbertForPreTraining", embedding_size=16, num_labels=2, classifier_dropout_prob=0.0),
+        {"labels": TOKENS, "sentence_order_label": CLASSES % 2},
+        albert_loss,
+    ),
+    "other references than labels": (
+        lambda: built("BertForQuestionAnswering", num_labels=2),
+        {"start_positions": CLASSES, "end_positions": CLASSES + 1},
+        span_loss,
+    ),
 }
 
 
-@pytest.mark.parametrize(("build", "labels", "loss"), CASES.values(), ids=CASES)
-def test_the_loss_is_that_of_fp32_on_16_bit_predictions(build, labels, loss):
-    if labels.is_floating_point() and not losses_mix_dtypes():
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_that_of_fp32_on_16_bit_predictions(name: str) -> None:
+    build, references, loss = CASES[name]
+    if any(value.is_floating_point() for value in references.values()) and not losses_mix_dtypes():
         pytest.skip("this torch's losses do not mix formats")
-    plain, model = build(), build()
+    plain, model = build(), upcast(build())
     cast_model(plain)
-    upcast(model)
-    outputs, rounded = model(input_ids=TOKENS, labels=labels), plain(input_ids=TOKENS, labels=labels)
-    assert outputs.logits.dtype == outputs.loss.dtype == FP32
-    assert torch.equal(outputs.logits, rounded.logits.float())  # exact copies
-    assert torch.equal(outputs.loss, loss(outputs.logits, labels))
+    outputs, rounded = (m(input_ids=TOKENS, **references) for m in (model, plain))
+    for key in [key for key in outputs if "logits" in key]:
+        assert outputs[key].dtype == FP32 and torch.equal(outputs[key], rounded[key].float())  # exact copies
+    assert outputs.loss.dtype == FP32 and torch.equal(outputs.loss, loss(outputs))
     outputs.loss.backward()
-    for name, param in model.named_parameters():
-        assert param.grad is None or param.grad.dtype == param.dtype, name
-        assert param.grad is not None or "relative_attention_bias" in name or "embed" in name, name
+    for path, param in model.named_parameters():
+        assert param.grad is None or param.grad.dtype == param.dtype, path
+        assert param.grad is not None or re.search("relative_attention_bias|embed|pooler", path), path
 
 
 def test_where_no_layer_is_known_to_predict_the_loss_alone_is_fp32():
@@ -117,24 +151,6 @@ def test_only_what_makes_the_predictions_returns_fp32():
     model(input_ids=TOKENS, labels=CLASSES)
     assert {name for name, dtypes in seen.items() if FP32 in dtypes} == {"classifier"}
     assert "pre_classifier" in seen
-
-
-def test_two_losses_of_two_heads():
-    torch.manual_seed(0)
-    config = transformers.AlbertConfig(**SIZES, embedding_size=16, num_labels=2)
-    model = upcast(transformers.AlbertForPreTraining(config))
-    outputs = model(input_ids=TOKENS, labels=TOKENS, sentence_order_label=CLASSES % 2)
-    assert outputs.prediction_logits.dtype == outputs.sop_logits.dtype == FP32
-    expected = by_class(outputs.prediction_logits, TOKENS) + by_class(outputs.sop_logits, CLASSES % 2)
-    assert torch.equal(outputs.loss, expected)
-
-
-def test_a_loss_of_other_references_than_labels():
-    torch.manual_seed(0)
-    model = upcast(transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES, num_labels=2)))
-    outputs = model(input_ids=TOKENS, start_positions=CLASSES, end_positions=CLASSES + 1)
-    expected = cross_entropy(outputs.start_logits, CLASSES) + cross_entropy(outputs.end_logits, CLASSES + 1)
-    assert torch.equal(outputs.loss, expected / 2)
 
 
 @pytest.mark.parametrize("auxiliary", [True, False])
@@ -199,18 +215,6 @@ def test_classes_of_others_are_left_alone():
     assert loss.isfinite() and model.prototypes.grad.dtype == BF16
 
 
-def test_a_model_inside_is_looked_into():
-    """The decoder is the last child, and its own head makes the predictions; its caches and states are no matter."""
-    decoder = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
-    model = upcast(transformers.EncoderDecoderModel(config))
-    outputs = model(input_ids=TOKENS, labels=TOKENS, output_hidden_states=True)
-    assert outputs.loss.dtype == FP32
-    assert torch.equal(outputs.loss, by_class(outputs.logits.float(), TOKENS))
-    assert {state.dtype for state in outputs.decoder_hidden_states} == {BF16}
-
-
 def test_models_with_a_loss_function_are_left_alone():
     model, batch = tiny_models.llama()
     assert not computes_loss_itself(model)
@@ -220,7 +224,7 @@ def test_models_with_a_loss_function_are_left_alone():
 
 
 def test_a_head_that_is_kept_returns_fp32_by_itself():
-    model = bert("SequenceClassification")
+    model = built("BertForSequenceClassification", num_labels=3)
     cast_model(model, keep_fp32="classifier")
     hooks = len(model.classifier._forward_hooks)
     upcast_predictions(model, BF16)
@@ -229,7 +233,7 @@ def test_a_head_that_is_kept_returns_fp32_by_itself():
 
 
 def test_once_copied_and_taken_back():
-    model = upcast(bert("SequenceClassification"))
+    model = upcast(built("BertForSequenceClassification", num_labels=3))
     hooks = len(model.classifier._forward_hooks)
     upcast_predictions(model, BF16)
     assert len(model.classifier._forward_hooks) == hooks == 1

@@ -1,8 +1,7 @@
-"""Routers of experts are in FP32 where the model wants it, and so is every bias that chooses experts."""
+"""Every bias of transformers' models that chooses experts is exact after a cast."""
 
 import contextlib
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,26 +81,3 @@ def test_what_chooses_experts_is_exact(model_type: str) -> None:
     for name in chosen.found:
         assert torch.equal(untrained(model)[name], exact[name]) and untrained(model)[name].dtype == FP32
         assert any(name.startswith(kept) for kept in report.kept)
-
-
-class Router(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.topk(super().forward(x) + self.load_bias, 2).indices  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "kept"),
-    [
-        *((name, nn.Buffer, True) for name in sorted(NAMES)),
-        ("load_bias", nn.Buffer, True),
-        ("load_bias", nn.Parameter, False),
-        ("e_score_correction_bias", nn.Parameter, True),  # so it is in DeepSeek's own code
-        ("expert_bias", nn.Parameter, False),  # which experts add to their results
-        ("expert_bias", partial(nn.Parameter, requires_grad=False), True),
-        ("bias", partial(nn.Parameter, requires_grad=False), False),
-    ],
-)
-def test_names(name: str, make: Any, kept: bool) -> None:
-    router = Router(4, 4)
-    setattr(router, name, make(torch.ones(4)))
-    assert cast_model(router).kept == ({name: "bias that chooses experts"} if kept else {})

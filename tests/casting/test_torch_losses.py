@@ -4,7 +4,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -33,13 +33,20 @@ TEXTS = {"input_ids": torch.arange(28).view(4, 7), "labels": torch.arange(4) % 3
 
 
 class Net(nn.Module):
-    """The layers of the models below."""
+    """Calls a method that computes the loss; the models below do it otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
         self.matrix = nn.Parameter(torch.randn(3, 3))
         self.register_buffer("class_weights", WEIGHTS.clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return self.loss(logits), logits
+
+    def loss(self, predictions: Tensor) -> Tensor:
+        return cross_entropy(predictions, CLASSES)
 
 
 class Function(Net):
@@ -48,17 +55,10 @@ class Function(Net):
         return F.cross_entropy(logits, CLASSES), logits
 
 
-class Built(Net):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.body(x))
-        loss = CrossEntropyLoss(label_smoothing=0.1)
-        return loss(logits, CLASSES), logits
-
-
 class BuiltWithWeights(Net):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head(self.body(x))
-        return nn.CrossEntropyLoss(self.class_weights)(logits, CLASSES), logits
+        return CrossEntropyLoss(self.class_weights, label_smoothing=0.1)(logits, CLASSES), logits
 
 
 class Product(Net):
@@ -73,112 +73,63 @@ def multiplied(a: Tensor, b: Tensor) -> Tensor:
     return (a - a.logsumexp(-1, keepdim=True)).exp() @ b
 
 
-class Logarithms(Net):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits, weights = self.head(self.body(x)), self.class_weights
-        return F.nll_loss(F.log_softmax(logits, -1), CLASSES, weights), logits  # type: ignore[arg-type]
-
-
-class SeveralLabels(Net):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.body(x))
-        return F.binary_cross_entropy_with_logits(logits, TARGETS, pos_weight=self.class_weights), logits
-
-
-def cross_entropy_of(predictions: Tensor) -> Tensor:
-    return F.cross_entropy(predictions, CLASSES)
-
-
-class InAFunction(Net):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.body(x))
-        return cross_entropy_of(logits), logits
-
-
-class InAMethod(Net):
-    def loss(self, predictions: Tensor) -> Tensor:
-        return cross_entropy(predictions, CLASSES)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.body(x))
-        return self.loss(logits), logits
-
-
-def smoothed_by_hand(predictions: Tensor, classes: Tensor) -> Tensor:
-    logarithms = predictions.log_softmax(-1)
-    return -0.9 * logarithms[range(6), classes].mean() - 0.1 * logarithms.mean()
-
-
-def exponentials_by_hand(predictions: Tensor, classes: Tensor) -> Tensor:
-    return (torch.logsumexp(predictions, -1) - predictions.gather(-1, classes[:, None])[:, 0]).mean()
-
-
-class Objective(nn.Module):
-    def forward(self, predictions: Tensor, classes: Tensor) -> Tensor:
-        return exponentials_by_hand(predictions, classes)
-
-
-def in_an_attribute(loss: Callable[[Tensor, Tensor], Tensor], name: str) -> type[Net]:
-    class InAnAttribute(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.crit = copy.deepcopy(loss)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            logits = self.head(self.body(x))
-            return self.crit(logits, CLASSES), logits
-
-    InAnAttribute.__name__ = InAnAttribute.__qualname__ = name
-    return InAnAttribute
-
-
-ATTRIBUTES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Attribute": F.cross_entropy,
-    "Lambda": lambda predictions, classes: 3 * F.cross_entropy(predictions, classes),
-    "Partial": functools.partial(F.cross_entropy, label_smoothing=0.1),
-    "Submodule": Objective(),
-    "Exponentials": exponentials_by_hand,
-    "Smoothed": smoothed_by_hand,
-    "Divergence": lambda predictions, _: F.kl_div(predictions.log_softmax(-1), TARGETS, reduction="sum"),
-    # Without FP32 copies, torch does not differentiate this loss of two dtypes,
-    "Regression": lambda predictions, _: F.huber_loss(predictions, TARGETS),
-    # and these two take no 16-bit numbers.
-    "Distances": lambda predictions, _: torch.cdist(predictions, predictions.flip(0)).square().mean(),
-    "Sequences": lambda predictions, _: F.ctc_loss(predictions.log_softmax(-1)[:, None], SEQUENCE, (6,), (2,)),
-}
-
-
-class InADict(Net):
-    criteria: ClassVar = {"ce": F.cross_entropy, "mse": F.mse_loss}
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.body(x))
-        return self.criteria["ce"](logits, CLASSES), logits
-
-
-class InTheBaseClass(InAMethod):
+class InTheBaseClass(Net):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         loss, logits = super().forward(x)
         return loss * 2, logits
 
 
-class Decorated(InAMethod):
-    forward = torch.enable_grad()(InAMethod.forward)
+class Decorated(Net):
+    forward = torch.enable_grad()(Net.forward)
 
 
-LOSSES: dict[type[Net], Callable[[Tensor], Tensor]] = {
-    Function: lambda p: F.cross_entropy(p, CLASSES),
-    Built: lambda p: F.cross_entropy(p, CLASSES, label_smoothing=0.1),
-    BuiltWithWeights: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double()),
-    Product: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double()),
-    Logarithms: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double()),
-    SeveralLabels: lambda p: F.binary_cross_entropy_with_logits(p, TARGETS.double(), pos_weight=WEIGHTS.double()),
+def smoothed_by_hand(predictions: Tensor) -> Tensor:
+    logarithms = predictions.log_softmax(-1)
+    return -0.9 * logarithms[range(6), CLASSES].mean() - 0.1 * logarithms.mean()
+
+
+def exponentials_by_hand(predictions: Tensor) -> Tensor:
+    return (torch.logsumexp(predictions, -1) - predictions.gather(-1, CLASSES[:, None])[:, 0]).mean()
+
+
+class Objective(nn.Module):
+    def forward(self, predictions: Tensor) -> Tensor:
+        return exponentials_by_hand(predictions)
+
+
+def in_an_attribute(loss: Callable[[Tensor], Tensor], name: str) -> type[Net]:
+    def init(self: Any) -> None:
+        Net.__init__(self)
+        self.loss = copy.deepcopy(loss)
+
+    return type(name, (Net,), {"__init__": init})
+
+
+def in_method(predictions: Tensor) -> Tensor:
+    return F.cross_entropy(predictions, CLASSES)
+
+
+ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
+    "Attribute": in_method,
+    "Partial": functools.partial(F.cross_entropy, target=CLASSES, label_smoothing=0.1),
+    "Submodule": Objective(),
+    "Exponentials": exponentials_by_hand,
+    "Smoothed": smoothed_by_hand,
+    "Logarithms": lambda predictions: F.nll_loss(F.log_softmax(predictions, -1), CLASSES),
+    "SeveralLabels": lambda predictions: F.binary_cross_entropy_with_logits(predictions, TARGETS),
+    "Divergence": lambda predictions: F.kl_div(predictions.log_softmax(-1), TARGETS, reduction="sum"),
+    # Without FP32 copies, torch does not differentiate this loss of two dtypes,
+    "Regression": lambda predictions: F.huber_loss(predictions, TARGETS),
+    # and these two take no 16-bit numbers.
+    "Distances": lambda predictions: torch.cdist(predictions, predictions.flip(0)).square().mean(),
+    "Sequences": lambda predictions: F.ctc_loss(predictions.log_softmax(-1)[:, None], SEQUENCE, (6,), (2,)),
 }
-LOSSES |= dict.fromkeys((InAFunction, InAMethod, InADict, Decorated), cross_entropy_of)
-LOSSES[InTheBaseClass] = lambda p: 2 * cross_entropy_of(p)
-LOSSES |= {
-    in_an_attribute(loss, name): functools.partial(lambda loss, p: loss(p, CLASSES), loss)
-    for name, loss in ATTRIBUTES.items()
+LOSSES: dict[type[Net], Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys((Net, Function, Decorated), in_method),
+    InTheBaseClass: lambda p: 2 * in_method(p),
+    BuiltWithWeights: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double(), label_smoothing=0.1),
+    Product: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double()),
+    **{in_an_attribute(loss, name): loss for name, loss in ATTRIBUTES.items()},
 }
 """The loss of each model, of its predictions in FP64."""
 
@@ -213,20 +164,20 @@ def test_the_loss_is_that_of_the_16_bit_predictions(net: type[Net], dtype: torch
 
 @pytest.mark.parametrize("through", COPIES)
 def test_copies(through: str) -> None:
-    model = build(Built)
+    model = build(BuiltWithWeights)
     twin = copy_of(model, through)
     assert not cast_model(twin).changed
     assert list(inspect.signature(twin.forward).parameters) == ["x"]
     with torch.no_grad():
         twin.head.weight.zero_()  # a copy computes with its own weights
-    assert torch.equal(model(X)[0], build(Built)(X)[0]) and not torch.equal(twin(X)[0], model(X)[0])
+    assert torch.equal(model(X)[0], build(BuiltWithWeights)(X)[0]) and not torch.equal(twin(X)[0], model(X)[0])
 
 
 @pytest.mark.parametrize("cast_first", [True, False])
 def test_accelerates_hooks_come_and_go(cast_first: bool) -> None:
     class Fresh(Net):  # whose `forward` no cast has touched
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return InAFunction.forward(self, x)  # type: ignore[arg-type]
+            return Net.forward(self, x)
 
     model: Any = Fresh()
     if cast_first:
@@ -242,14 +193,14 @@ def test_accelerates_hooks_come_and_go(cast_first: bool) -> None:
 
 def test_accelerates_autocast_comes_and_goes() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(build(InAFunction))
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(build(Net))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert extract_model_from_parallel(model, keep_fp32_wrapper=False)(X)[0].dtype == FP32
 
 
 def test_a_replica_computes_with_its_own_weights() -> None:
     """As `DataParallel` and `copy.copy` make them: other modules in a copy of the attributes."""
-    model = build(InAFunction)
+    model = build(Net)
     replica = model._replicate_for_data_parallel()
     replica.head = copy.deepcopy(model.head)
     torch.nn.init.zeros_(replica.head.weight)
@@ -273,10 +224,10 @@ def test_uncast_gives_back_the_forward() -> None:
 
 
 def test_torch_export() -> None:
-    model = build(Built)
+    model = build(BuiltWithWeights)
     exported = torch.export.export(model, (X,)).module()
     assert torch.equal(exported(X)[0], model(X)[0])
-    model = build(InAFunction)
+    model = build(Net)
     assert torch.equal(torch.fx.symbolic_trace(model)(X.to(BF16))[1], model(X)[1])
 
 
@@ -364,33 +315,31 @@ class Classifier(transformers.BertPreTrainedModel):
         return transformers.modeling_outputs.SequenceClassifierOutput(F.cross_entropy(logits, labels), logits)
 
 
-class Around(nn.Module):
+class Adds(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model, self.matrix = nn.ModuleList([model]), nn.Parameter(torch.randn(3, 3))
 
-
-class Multiplies(Around):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        outputs = self.model[0](input_ids=input_ids, labels=labels)
-        return outputs.loss, (outputs.logits @ self.matrix).mean()
-
-
-class MultipliesByFunction(Around):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        outputs = self.model[0](input_ids=input_ids, labels=labels)
-        return outputs.loss, torch.matmul(outputs.logits, self.matrix).mean()
-
-
-class Adds(Around):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         outputs = self.model[0](input_ids=input_ids, labels=labels)
         return outputs.loss, outputs.logits.mean() + self.matrix.sum()
 
 
+class Multiplies(Adds):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        outputs = self.model[0](input_ids=input_ids, labels=labels)
+        return outputs.loss, (outputs.logits @ self.matrix).mean()
+
+
+class MultipliesByFunction(Adds):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        outputs = self.model[0](input_ids=input_ids, labels=labels)
+        return outputs.loss, torch.matmul(outputs.logits, self.matrix).mean()
+
+
 @pytest.mark.parametrize("inner", [Classifier, transformers.BertForSequenceClassification])
 @pytest.mark.parametrize("around", [Multiplies, MultipliesByFunction, Adds])
-def test_the_code_around_a_model_that_computes_its_loss(around: type[Around], inner: type[nn.Module]) -> None:
+def test_the_code_around_a_model_that_computes_its_loss(around: type[Adds], inner: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = around(inner(transformers.BertConfig(vocab_size=50, num_labels=3, **SIZES)))
     cast_model(model)

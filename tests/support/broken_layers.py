@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Any]
-Built = tuple[nn.Module, Batch]
 TOLERANCE = 2.0**-4
 """Of the largest value. A kernel that rounds each of k partial sums to BF16 errs by about 2⁻⁸·√(k/2): 2⁻⁵ for 128."""
 
@@ -64,16 +63,3 @@ def report(title: str, broken: Iterable[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn(f"{title}: {name} is wrong on this machine and was kept in FP32", stacklevel=2)
-
-
-def check_around_broken_layers(
-    title: str, build: Callable[[], Built], check: Callable[[nn.Module, Batch, tuple[str, ...]], None]
-) -> None:
-    """Run `check(model, batch, keep_fp32)`; if it fails and a layer is broken, once more with that layer in FP32."""
-    try:
-        check(*build(), ())
-    except AssertionError:
-        if not (broken := broken_layers(*build())):
-            raise
-        report(title, broken)
-        check(*build(), broken)

@@ -27,7 +27,7 @@ def adamw(model: nn.Module, split: bool, lr: float = 1e-4) -> torch.optim.Optimi
 
 def check_one_step(model: nn.Module, batch: dict[str, Any]) -> None:
     """Check a step as that of every class of transformers is checked: dtypes, gradients, the loss within its bound."""
-    outcome = check_model(model, batch)
+    outcome = check_model(model, [("", batch)])
     assert outcome.kind == TRAINS, f"{type(model).__name__}: {outcome.note}"
 
 

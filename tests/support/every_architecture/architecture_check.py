@@ -37,42 +37,38 @@ def check(model_class: type, model_type: str, attention: str | None = None) -> O
     """Train a tiny `model_class` of transformers for a step in FP32 and, cast, in BF16."""
     from tests.support.every_architecture.batch_exceptions import DISCRETE
     from tests.support.every_architecture.tiny_batches import offers
+    from tests.support.every_architecture.tiny_configs import tiny_config
 
     try:
-        model = _built(model_class, model_type, attention)
+        config = tiny_config(model_class, model_type, attention)
+        torch.manual_seed(0)
+        model = without_chance(model_class(config))
     except Exception as error:
         return Outcome(NO_REFERENCE, _brief(error))
-    fresh = copy.deepcopy(model)
+    return check_model(model, offers(model), is_discrete=model_class.__name__ in DISCRETE)
+
+
+def check_model(model: nn.Module, batches: Iterable[tuple[str, Batch]], is_discrete: bool = False) -> Outcome:
+    """Train copies of any FP32 model for a step on the first batch that it takes: in FP32 and, cast, in BF16.
+
+    If they differ and a layer is broken on this machine, once more with that layer in FP32.
+    """
+    exact = without_chance(copy.deepcopy(model))
     try:
-        batch, note, loss, tolerance = _reference(model, offers(model))
+        batch, note, loss, tolerance = _reference(exact, batches)
     except Exception as error:
         return Outcome(NO_REFERENCE, _brief(error))
-    tolerance = math.inf if model_class.__name__ in DISCRETE else tolerance
-    outcome = compare(model, fresh, batch, note, loss, tolerance)
-    if outcome.kind == FAILS and (broken := broken_layers(model, batch)):
-        again = _built(model_class, model_type, attention)
-        outcome = compare(model, again, batch, note, loss, tolerance, keep_fp32=broken)
+    reference = exact, batch, note, loss, math.inf if is_discrete else tolerance
+    outcome = compare(without_chance(copy.deepcopy(model)), *reference)
+    if outcome.kind == FAILS and (broken := broken_layers(exact, batch)):
+        outcome = compare(without_chance(copy.deepcopy(model)), *reference, keep_fp32=broken)
         outcome = replace(outcome, broken=broken)
     return outcome
 
 
-def check_model(model: nn.Module, batch: Batch) -> Outcome:
-    """Train copies of any FP32 model for a step on a batch: in FP32 and, cast, in BF16."""
-    exact, cast = (without_chance(copy.deepcopy(model)) for _ in range(2))
-    return compare(exact, cast, *_reference(exact, [("", batch)]))
-
-
-def _built(model_class: type, model_type: str, attention: str | None) -> nn.Module:
-    from tests.support.every_architecture.tiny_configs import tiny_config
-
-    config = tiny_config(model_class, model_type, attention)
-    torch.manual_seed(0)
-    return without_chance(model_class(config))
-
-
 def compare(
-    exact: nn.Module,
     model: nn.Module,
+    exact: nn.Module,
     batch: Batch,
     note: str,
     loss: float,
@@ -80,12 +76,12 @@ def compare(
     keep_fp32: tuple[str, ...] = (),
 ) -> Outcome:
     """`exact` has trained on `batch`; `model` is its copy from before, which is cast and does the same."""
-    ties, before = tie_pattern(model), bits(model)
+    ties, before, parameters = tie_pattern(model), bits(model), list(map(id, model.parameters()))
     try:
         report = hf_lowprec.cast_model(model, keep_fp32=keep_fp32)
         wrong = dtype_faults(before, model, keep_fp32)
-        if tie_pattern(model) != ties:
-            wrong.append("ties were lost")
+        if tie_pattern(model) != ties or list(map(id, model.parameters())) != parameters:
+            wrong.append("ties or parameters were lost")
         with norm_outputs(model) as seen:
             torch.manual_seed(2)
             got, _ = loss_of(model(**batch))

@@ -60,3 +60,7 @@ class EncoderStableLayerNorm(nn.Module):
 
 class PreLayerNormModel(nn.Linear):
     pass
+
+
+NORMS = ("ScaleRMSNorm", "ScaleRMSNormGated", "ScaleLayerNorm2d", "Derived", "FrozenBatchNorm2d", "LayerNormPerHead")
+"""Those that are norms."""
