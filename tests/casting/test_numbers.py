@@ -1,4 +1,4 @@
-"""Numbers, counts, weights and positions among the arguments of a cast model arrive as they are, and it trains."""
+"""Models that compute with numbers among their arguments (weights, times, positions, series) train as in FP32."""
 
 import copy
 import pickle
@@ -9,82 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
 from hf_lowprec.casting import cast_model, uncast_model
-from tests.support.models import tiny_models
+from hf_lowprec.casting.input_downcast import losses_mix_dtypes
+from tests.support.every_architecture.architecture_check import loss_of, without_chance
+from tests.support.every_architecture.tiny_batches import offers
+from tests.support.every_architecture.tiny_configs import tiny_config
 from tests.support.models.diffusion_models import Converting, DiT, Preconditioned, UNet
-from tests.support.models.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
+from tests.support.models.inspection import BF16, FP32, gradient_dtypes, hook_counts
 from tests.support.processes import forkserver
 
-UNIT = 2.0**-8  # BF16 has 8 significant bits, so rounding to nearest errs by at most this much of the value
-FP32_UNIT = 2.0**-24
-
-
-class Spy(nn.Module):
-    """Remembers what reached its `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, x: Any = None, *rest: Any, **named: Any) -> None:
-        self.got = (x, rest, named)
-
-
-class TestTokenCounts:
-    @pytest.mark.parametrize("dtype", [BF16, FP16])
-    @pytest.mark.parametrize("count", [257, 263, 4111, 65_536, 100_001])
-    @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])  # Trainer's, and those of DataParallel before and after
-    def test_normalizer_of_a_language_model(self, dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> None:
-        model, batch = tiny_models.llama()
-        cast_model(model, dtype)
-        output = model(**batch, num_items_in_batch=torch.full(shape, float(count)))
-        logits, labels = output.logits[:, :-1].double(), batch["labels"][:, 1:]
-        expected = cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum") / count
-        # FP32 in a sum of 19 tokens, each a log-sum of 96 exponentials: far from 2^-9, what a count may lose.
-        assert abs(output.loss.item() - expected.item()) <= 128 * FP32_UNIT * expected.item()
-        assert output.loss.item() > 0
-        output.loss.sum().backward()
-        assert any(p.grad.any() for p in model.parameters()) and all(
-            p.grad.isfinite().all() for p in model.parameters()
-        )
-
-
-def same(passed: Tensor, value: Tensor) -> bool:
-    return passed.data_ptr() == value.data_ptr() and passed.dtype == value.dtype
-
-
-class TestPassed:
-    NAMES = ("class_weights", "pos_weight", "sample_weight", "temperature", "timesteps", "sigmas", "cond", "x")
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_of_no_or_one_dimension(self, name: str) -> None:
-        model = Spy()
-        cast_model(model)
-        for value in (torch.tensor(257.3), torch.tensor([257.3, 0.07]), torch.tensor([999.4], dtype=torch.float64)):
-            given = {"inner": [value, (value,)], "other": torch.randn(2, 2)}
-            model(given, value, [value], **({} if name == "x" else {name: value}))
-            x, rest, named = model.got
-            assert x["inner"] is given["inner"] and x["other"].dtype == BF16
-            assert rest[0] is rest[1][0] is value and all(same(v, value) for v in named.values())
-
-    @pytest.mark.parametrize("name", ["sample_weight", "timesteps", "positions", "bbox", "sigma"])
-    def test_of_more_dimensions_by_name(self, name: str) -> None:
-        model, value = Spy(), torch.randn(2, 3, 4)
-        cast_model(model)
-        model({name: value, "x": value}, **{name: value, "pixels": value})
-        x, _, named = model.got
-        assert x[name] is value and same(named[name], value) and x["x"].dtype == named["pixels"].dtype == BF16
-
-    def test_layers_of_torch_take_activations_of_any_shape(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        cast_model(model)
-        assert model(torch.randn(4)).dtype == BF16
-        layer = nn.Linear(4, 4)
-        cast_model(layer)
-        assert layer(torch.randn(4)).dtype == BF16
+LABELS = torch.tensor([0, 1, 2, 1])
+WEIGHTS = torch.tensor([257.0, 1.00390625, 3.0078125, 2.0078125])  # each in the middle between two numbers of BF16
 
 
 class Classifier(nn.Module):
@@ -100,62 +39,39 @@ class Classifier(nn.Module):
         class_weights: Tensor | None = None,
         pos_weight: Tensor | None = None,
         sample_weight: Tensor | None = None,
+        label_weights: Tensor | None = None,
         temperature: Tensor | float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         logits = self.head(self.body(x).relu())
         if pos_weight is not None:
-            targets = nn.functional.one_hot(labels, 3).to(logits.dtype)
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=pos_weight)
+            targets = one_hot(labels, 3).to(logits.dtype)
+            loss = binary_cross_entropy_with_logits(logits, targets, pos_weight=pos_weight)
         elif sample_weight is not None:
             loss = (cross_entropy(logits, labels, reduction="none") * sample_weight).sum() / sample_weight.sum()
         else:
-            loss = cross_entropy(logits / temperature, labels, weight=class_weights)
+            weights = class_weights if label_weights is None else label_weights  # both a label and a weight
+            loss = cross_entropy(logits / temperature, labels, weight=weights)
         return loss, logits
 
 
-LABELS = torch.tensor([0, 1, 2, 1])
-# Each weight lies in the middle between two numbers of BF16.
-IN_LOSSES = {
-    "class_weights": torch.tensor([257.0, 1.00390625, 3.0078125]),
-    "pos_weight": torch.tensor([257.0, 1.00390625, 3.0078125]),
-    "sample_weight": torch.tensor([257.0, 1.00390625, 3.0078125, 2.0078125]),
-}
-
-
-@pytest.mark.parametrize("name", IN_LOSSES)
+@pytest.mark.parametrize("name", ["class_weights", "pos_weight", "sample_weight", "label_weights"])
 def test_weights_of_a_loss_in_forward(name: str) -> None:
     torch.manual_seed(0)
-    model, weights, x = Classifier(), IN_LOSSES[name], torch.randn(4, 4)
-    assert not torch.equal(weights, weights.to(BF16).float())
+    model, weights, x = Classifier(), WEIGHTS[: 4 if name == "sample_weight" else 3], torch.randn(4, 4)
     cast_model(model)
     loss, logits = model(x, LABELS, **{name: weights})
     exact = logits.detach().double()
-    if name == "class_weights":
-        expected = cross_entropy(exact, LABELS, weight=weights.double())
-    elif name == "pos_weight":
-        targets = nn.functional.one_hot(LABELS, 3).double()
-        expected = nn.functional.binary_cross_entropy_with_logits(exact, targets, pos_weight=weights.double())
-    else:
+    if name == "pos_weight":
+        expected = binary_cross_entropy_with_logits(exact, one_hot(LABELS, 3).double(), pos_weight=weights.double())
+    elif name == "sample_weight":
         losses = cross_entropy(exact, LABELS, reduction="none")
         expected = (losses * weights).sum() / weights.double().sum()
+    else:
+        expected = cross_entropy(exact, LABELS, weight=weights.double())
     assert loss.dtype == FP32
-    assert abs(loss.item() - expected.item()) <= 64 * FP32_UNIT * expected.item()  # sums of a dozen terms
+    assert abs(loss.item() - expected.item()) <= 64 * 2.0**-24 * expected.item()  # sums of a dozen terms
     loss.backward()
     assert gradient_dtypes(model) == {BF16}
-
-
-def test_weights_of_labels_by_name() -> None:
-    """What is called a label and a weight is both: not rounded, and weighed with predictions in FP32."""
-
-    class Labelled(Classifier):
-        def forward(self, x: Tensor, labels: Tensor, label_weights: Tensor) -> Tensor:  # type: ignore[override]
-            return cross_entropy(self.head(self.body(x)), labels, label_weights)
-
-    model, weights = Labelled(), IN_LOSSES["class_weights"]
-    cast_model(model)
-    loss = model(torch.randn(4, 4), LABELS, weights)
-    loss.backward()
-    assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
 
 
 def test_children_added_later_are_found() -> None:
@@ -172,12 +88,13 @@ def test_a_temperature() -> None:
     torch.manual_seed(0)
     model, x = Classifier(), torch.randn(4, 4)
     cast_model(model)
+    hooks = hook_counts(model)
     loss, logits = model(x, LABELS, temperature=torch.tensor(0.0701))
     # Divided in FP32 and rounded once, as by a number of Python's: 0.0701 in BF16 is 0.07% off.
     assert torch.equal(loss, cross_entropy((logits / 0.0701).float(), LABELS))
+    assert hook_counts(model) == hooks
 
 
-IMAGE = (2, 3, 8, 8)
 DIFFUSION: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "DiT": (DiT, {"t": torch.tensor([999.0, 257.0]), "y": torch.tensor([0, 1])}),
     "UNet": (UNet, {"time": torch.tensor([999.0, 257.0])}),
@@ -194,49 +111,27 @@ DIFFUSION: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     build, given = DIFFUSION[name]
-    return build(), {"x": torch.randn(IMAGE), **given}
+    return build(), {"x": torch.randn(2, 3, 8, 8), **given}
 
 
 @pytest.mark.parametrize("name", DIFFUSION)
-class TestDiffusion:
-    def test_trains_as_in_fp32(self, name: str) -> None:
-        model, batch = built(name)
-        exact = model(**batch)
-        cast_model(model)
-        output = model(**batch)
-        # Some twenty roundings on the longest path, which add up like a root. A timestep of 999 that is rounded to
-        # 1000 is off by a radian in the fastest sine, which is as large as the sine itself.
-        assert (output - exact).norm() <= 20**0.5 * UNIT * exact.norm()
-        output.sum().backward()
-        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
-
-    def test_once_copied_and_taken_back(self, name: str) -> None:
-        model, batch = built(name)
-        before = hook_counts(model)
-        cast_model(model)
-        output = model(**batch)
-        hooks = hook_counts(model)
-        assert torch.equal(model(**batch), output) and hook_counts(model) == hooks
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(twin(**batch), output) and hook_counts(twin) == hooks
-        assert not cast_model(model).changed and hook_counts(model) == hooks
-        uncast_model(model)
-        assert hook_counts(model) == before and not any("_low_precision" in key for key in vars(model))
-        assert model(**batch).dtype == FP32
-
-
-def test_layers_round_timesteps() -> None:
-    class Line(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(1, 4)
-
-        def forward(self, t: Tensor) -> Tensor:
-            return self.linear(t.to(self.linear.weight.dtype).unsqueeze(1))
-
-    model = Line()
+def test_diffusion_models_train_as_in_fp32(name: str) -> None:
+    model, batch = built(name)
+    exact, before = model(**batch), hook_counts(model)
     cast_model(model)
-    assert model(torch.tensor([0.3, 0.7])).dtype == BF16
+    output = model(**batch)
+    # Some twenty roundings on the longest path, which add up like a root. A timestep of 999 that is rounded to
+    # 1000 is off by a radian in the fastest sine, which is as large as the sine itself.
+    assert (output - exact).norm() <= 20**0.5 * 2.0**-8 * exact.norm()
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+    hooks = hook_counts(model)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**batch), output) and hook_counts(twin) == hooks
+    assert not cast_model(model).changed and hook_counts(model) == hooks
+    uncast_model(model)
+    assert hook_counts(model) == before and not any("_low_precision" in key for key in vars(model))
+    assert model(**batch).dtype == FP32
 
 
 @pytest.mark.parametrize("name", [pytest.param("EDM", marks=pytest.mark.every_case), "Flux"])
@@ -245,8 +140,8 @@ def test_compiled(name: str) -> None:
     model, batch = built(name)
     cast_model(model)
     compiled: Any = torch.compile(copy.deepcopy(model), backend="eager")
-    assert torch.equal(compiled(**batch), model(**batch))
-    assert torch.equal(compiled(**batch), model(**batch))
+    for _ in range(2):
+        assert torch.equal(compiled(**batch), model(**batch))
 
 
 FULLGRAPH = """
@@ -272,36 +167,30 @@ def test_compiled_as_one_graph(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, timesteps: Tensor | None = None, *, t: int = 0, **indices: Tensor) -> Tensor:
+        (index,) = indices.values() if timesteps is None else (timesteps,)
+        return self.linear(x) + self.table(index)
+
+
 def test_integer_timesteps_are_followed_by_name_and_dtype() -> None:
     """Indices of steps are embedded; other integers, and numbers of Python, have no format to be followed."""
-
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, *, step_ids: Tensor | None = None, y: Tensor | None = None, t: int = 0) -> Tensor:
-            return self.linear(x) + self.table(step_ids if y is None else y)
-
-    model, index = Steps(), torch.tensor([1, 2])
+    model, index = Embedded(), torch.tensor([1, 2])
     cast_model(model)
     hooks = hook_counts(model)
     for given in ({"step_ids": index}, {"y": index}, {"y": index, "t": 7}):
         assert model(torch.randn(2, 4), **given).dtype == BF16
     assert hook_counts(model) == hooks
+    model(torch.randn(2, 4), index)
+    assert hook_counts(model) != hooks
 
 
 def test_integer_timesteps_do_not_break_compiled_graphs() -> None:
     """What embeds its timesteps needs no call before it is compiled."""
-
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
-            return self.linear(x) + self.table(timesteps)
-
     torch.compiler.reset()
     model, batch = Embedded(), (torch.randn(2, 4), torch.tensor([1, 2]))
     cast_model(model)
@@ -311,15 +200,81 @@ def test_integer_timesteps_do_not_break_compiled_graphs() -> None:
     assert torch.equal(compiled(*batch), expected)
 
 
-def test_ordinary_models_get_no_further_hooks() -> None:
-    model, batch = tiny_models.llama()
+def test_layers_round_timesteps() -> None:
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, 4)
+
+        def forward(self, t: Tensor) -> Tensor:
+            return self.linear(t.to(self.linear.weight.dtype).unsqueeze(1))
+
+    model = Line()
     cast_model(model)
-    hooks = hook_counts(model)
-    positions = torch.arange(12.0)[None]  # as some models compute them, with seconds
-    model(**batch, position_ids=positions, num_items_in_batch=torch.tensor(257.0)).loss.backward()
-    assert hook_counts(model) == hooks
-    classifier = Classifier()
-    cast_model(classifier)
-    hooks = hook_counts(classifier)
-    classifier(torch.randn(4, 4), LABELS, temperature=torch.tensor(0.07))
-    assert hook_counts(classifier) == hooks
+    assert model(torch.tensor([0.3, 0.7])).dtype == BF16
+
+
+def tiny(name: str, model_type: str) -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    model = without_chance(model_class(tiny_config(model_class, model_type)))
+    _, batch = next(iter(offers(model)))
+    torch.manual_seed(3)
+    return model, batch
+
+
+def patches(model: Any) -> dict[str, Any]:
+    """Of an image of 300 rows and one column: BF16 has no 257, which is a row of its own."""
+    place = torch.tensor([[257.0, 1.0], [299.0, 1.0]] * 8)
+    pixels = torch.randn(16, model.config.vision_config.patch_embed_hidden_size)
+    return {"flattened_patches": torch.cat((place, pixels), -1).expand(2, -1, -1).clone()}
+
+
+# Numbers that are passed as they are, and more arguments.
+TRANSFORMERS: dict[tuple[str, str], tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    ("SamModel", "sam"): (
+        "input_points",
+        lambda model: {"input_points": torch.rand(2, 1, 2, 2) * 30, "input_labels": torch.ones(2, 1, 2).long()},
+    ),
+    ("Pix2StructForConditionalGeneration", "pix2struct"): ("flattened_patches", patches),
+    ("PI0ForConditionalGeneration", "pi0"): ("timestep noise", lambda model: {}),
+    ("TimeSeriesTransformerForPrediction", "time_series_transformer"): (
+        "past_time_features future_time_features past_values future_values",
+        lambda model: {},
+    ),
+    ("TimesFmModelForPrediction", "timesfm"): (
+        "past_values",
+        lambda model: {"past_values": [1000 + torch.randn(20), torch.randn(17)], "freq": [0, 0]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "model_type"), TRANSFORMERS)
+def test_numbers_of_transformers_arrive_as_they_are(name: str, model_type: str) -> None:
+    if model_type == "pi0" and not losses_mix_dtypes():
+        pytest.skip("this torch's losses do not mix formats")
+    numbers, more = TRANSFORMERS[name, model_type]
+    model, batch = tiny(name, model_type)
+    batch |= more(model)
+    seen: dict[str, Any] = {}
+    cast_model(model)
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    loss, _ = loss_of(model(**batch))
+    assert all(seen[name] is batch[name] for name in numbers.split())
+    loss.backward()
+    assert loss.isfinite() and any(p.grad is not None and p.grad.any() for p in model.parameters())
+    assert all(p.grad is None or (p.grad.isfinite().all() and p.grad.dtype == p.dtype) for p in model.parameters())
+
+
+def test_positions_in_floats_reach_the_rotary_embedding() -> None:
+    """As Qwen3-Omni computes them, with seconds: BF16 has no 257."""
+    model, _ = tiny("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker")
+    cast_model(model)
+    rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.startswith("model"))
+    seen: list[Tensor] = []
+    rotary.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((*args, *kwargs.values())[1]), with_kwargs=True
+    )
+    tokens = torch.randint(64, 96, (1, 300))
+    model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert seen[0].dtype == FP32 and torch.equal(seen[0][0, 0], torch.arange(300.0))

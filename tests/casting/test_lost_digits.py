@@ -1,4 +1,4 @@
-"""What a cast says about tensors that it keeps in FP32 and that arrive rounded; nothing where nothing can be lost."""
+"""What a cast says about numbers that it rounds, and about tensors that arrive rounded; nothing if nothing is lost."""
 
 import copy
 import json
@@ -8,18 +8,102 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-import hf_lowprec
 from hf_lowprec.casting import cast_model
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP16, FP32, NORM_PATH
 from tests.support.models.quantized_models import quantize_linears
 
+ROUNDED = torch.tensor([1.0, 1001.0, 3.3])
+EXACT = torch.tensor([1.0, 1000.0, 3.25])  # at most 8 significant bits
+
+
+class Scaled(nn.Module):
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(name, tensor)
+        else:
+            self.register_buffer(name, tensor)
+
+
+def parameter(value: float | list[float]) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(value))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("alphas_cumprod", torch.linspace(0.9991, 0.0047, 10)),
+        ("sigmas", torch.full((2, 5), 14.6123)),
+        ("freqs", torch.full((4, 3), 1 / 3)),
+        ("class_weights", ROUNDED),
+        ("table", ROUNDED),
+        ("num_updates", torch.tensor(4097.0)),
+        ("logit_scale", parameter(2.6592)),
+        ("temperature", parameter([0.07])),
+    ],
+)
+def test_are_named_with_what_keeps_them(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Scaled(name, tensor), Scaled(name, tensor.clone())])})
+    if isinstance(tensor, nn.Parameter):
+        model["blocks"][1] = Scaled(name, nn.Parameter(tensor.detach().clone()))
+    before = tensor.detach().clone()
+    (warning,) = cast_model(model, dtype).warnings
+    assert warning.startswith("2 tensors of numbers lose digits in ")
+    entries = re.search(r"keep_fp32=\['([^']*)'\]", warning)
+    assert entries is not None and entries[1] == f"blocks.*.{name}"
+    assert f'"keep_fp32={entries[1]}"' in warning
+    assert cast_model(model, dtype).warnings == ()
+
+    tensor.data = before
+    kept = nn.Sequential(Scaled(name, tensor))
+    assert cast_model(nn.ModuleDict({"blocks": kept}), dtype, keep_fp32=entries[1]).warnings == ()
+    found = getattr(kept[0], name)
+    assert found.dtype == FP32 and torch.equal(found, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("class_weights", EXACT),
+        ("num_updates", torch.tensor(0.0)),
+        ("steps", torch.tensor(4097)),  # an integer is not cast
+        ("logit_scale", parameter(2.625)),
+        ("scale", parameter([0.1, 0.2])),  # weights of a layer
+        ("bias", parameter([0.1])),  # of a regression
+        ("embed_positions", torch.rand(5, 5)),
+        ("weights", torch.rand(5, 5)),  # sines of positions
+        ("mask", torch.rand(5, 5)),
+        ("scale", torch.empty(3, dtype=BF16, device="meta")),
+        ("weight", torch.empty(3, 3, device="meta")),
+    ],
+)
+def test_nothing_is_said_where_nothing_is_lost(name: str, tensor: Tensor) -> None:
+    assert cast_model(Scaled(name, tensor)).warnings == ()
+
+
+def test_numbers_without_values_are_named_before_they_get_them() -> None:
+    """On the meta device a table is filled after the cast, in the dtype that the cast has given it."""
+    with torch.device("meta"):
+        model, kept = (nn.Sequential(*(Scaled("freqs", torch.empty(4)) for _ in range(2))) for _ in range(2))
+    (warning,) = cast_model(model).warnings
+    assert warning.startswith("2 tensors of numbers on the meta device will be rounded to bfloat16")
+    assert "cast_model(model, keep_fp32=['*.freqs'])" in warning
+    assert cast_model(kept, keep_fp32=["*.freqs"]).warnings == ()
+    assert kept.to_empty(device="cpu")[1].freqs.dtype == FP32
+
+
 SAID = (
     r"tensors that are kept in FP32 \(.*Norm.*\) were loaded in bfloat16\..*from_pretrained\(…, dtype=torch\.float32\)"
 )
+
+
+GAIN = r"split weights and Kahan summation start from the FP32 values of (\d+) trainable tensors"
 
 
 def norms(tensors: Any) -> dict[str, torch.Tensor]:
@@ -28,18 +112,13 @@ def norms(tensors: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained() -> Any:
-    """A classifier whose norms are no longer ones, after a few more steps at a rate that norms in BF16 would lose."""
-    model, batch = tiny_models.bert()
+    """A classifier whose norms are no longer ones."""
+    model, _ = tiny_models.bert()
     cast_model(model)
     with torch.no_grad():
         for name in norms(model.named_parameters()):
             parameter = model.get_parameter(name)
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.1)
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=2e-5)
-    for _ in range(6):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     return model
 
 
@@ -89,13 +168,13 @@ def test_a_checkpoint_of_16_bits_loses_nothing(trained, tmp_path, monkeypatch, p
     assert report.warnings == ()
 
 
-def test_an_fp32_checkpoint_that_is_loaded_in_16_bits(trained, tmp_path):
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_an_fp32_checkpoint_that_is_loaded_in_16_bits(trained, tmp_path, dtype):
     copy.deepcopy(trained).float().save_pretrained(tmp_path)
-    (warning,) = cast_model(type(trained).from_pretrained(tmp_path, dtype=BF16)).warnings
-    assert "were loaded in bfloat16" in warning
-    model = type(trained).from_pretrained(tmp_path, dtype=FP16)
-    (warning,) = cast_model(model, FP16).warnings
-    assert "were loaded in float16" in warning
+    loaded = type(trained).from_pretrained(tmp_path, dtype=dtype)
+    (warning,) = cast_model(loaded, dtype).warnings
+    assert re.search(SAID.replace("bfloat16", str(dtype).removeprefix("torch.")), warning)
+    assert re.search(GAIN, warning).group(1) == str(sum(parameter.dtype == dtype for parameter in loaded.parameters()))
 
 
 class WithoutNorms(PreTrainedModel):
@@ -107,9 +186,6 @@ class WithoutNorms(PreTrainedModel):
         super().__init__(config)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.post_init()
-
-
-GAIN = r"split weights and Kahan summation start from the FP32 values of (\d+) trainable tensors"
 
 
 def test_trainable_weights_of_an_fp32_checkpoint_that_is_loaded_in_16_bits(tmp_path):
@@ -132,15 +208,6 @@ def test_trainable_weights_of_an_fp32_checkpoint_that_is_loaded_in_16_bits(tmp_p
     assert set(report.low_bits) == set(weights), "the line that the warning names gives what it promises"
     assert report.warnings == ()
     assert cast_model(exact).warnings == (), "they are 16-bit now because they were cast"
-
-
-def test_one_line_says_both(trained, tmp_path):
-    copy.deepcopy(trained).float().save_pretrained(tmp_path)
-    loaded = type(trained).from_pretrained(tmp_path, dtype=BF16)
-    (warning,) = cast_model(loaded).warnings
-    assert re.search(SAID, warning)
-    in_16_bits = sum(parameter.dtype == BF16 for parameter in loaded.parameters())
-    assert re.search(GAIN, warning).group(1) == str(in_16_bits)
 
 
 def test_frozen_weights_and_adapters_on_them_gain_nothing(tmp_path):
