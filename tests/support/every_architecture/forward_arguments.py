@@ -1,6 +1,6 @@
 """Every argument of a `forward` of transformers that may hold floating numbers, by name, and what it is.
 
-`tests/casting/test_argument_roles.py` asks for each new one, and compares the list with the package's `argument_roles.py`.
+`tests/casting/test_argument_roles.py` asks for each new one, and compares the list with what the package does.
 An argument that may be floating is annotated as a tensor, as a model's output, or not at all; many of those are
 integers or no tensors all the same.
 """
