@@ -30,10 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
-    "tests/optim/test_triton_backend.py",
-    "tests/optim/test_square_sum.py",
-    "tests/optim/test_tensor_sum.py",
-    "tests/optim/test_ragged_chunks.py",
+    "tests/optim/test_triton_kernels.py",
+    "tests/optim/test_sums.py",
     "tests/gpu/test_step_on_gpu.py",
     "tests/gpu/test_offload_on_gpu.py",
     "tests/gpu/test_mean_on_gpu.py",
@@ -50,7 +48,7 @@ TESTS = [
     "tests/gpu/test_sanitizer_on_gpu.py",
 ]
 """In the order of their importance, since time may run out."""
-ON_A_GPU = "(gpu or triton or ragged) and not native"
+ON_A_GPU = "(gpu or triton) and not native"
 """Of the tests in these files, those that run on the GPU, as an expression of pytest's `-k`."""
 WORKERS = min(16, os.cpu_count() or 1)
 """Processes that test, if pytest-xdist is installed: most of the time, a test waits for the compiler, on the CPU."""

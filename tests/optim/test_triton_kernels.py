@@ -1,14 +1,26 @@
-"""Ragged chunks of the `triton` backend: ends of tensors, and tensors on other than 16-byte boundaries."""
+"""The `triton` backend: launches, tables, 64-bit offsets, what does not compile; whole chunks and ragged ones.
+
+Ragged are ends of tensors, and tensors on other than 16-byte boundaries.
+"""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, Muon
+from hf_lowprec import once
+from hf_lowprec.optim import AdamW, Muon, StableAdamW
+from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.backends.triton import launch as triton_launch
+from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
 from hf_lowprec.optim.backends.triton import tables as triton_tables
+from hf_lowprec.optim.backends.triton.availability import TritonError
 from hf_lowprec.optim.backends.triton.tables import BOUNDARY, DeviceTables, divide
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
+from hf_lowprec.optim.step.fused_step import fused_step
+from tests.support.optim.optimizer_contents import assert_equal, everything
+from tests.support.same_numbers import same_numbers
 from tests.support.triton_available import InPlaceOfAKernel, quiet_interpreter, require_triton
 
 require_triton()
@@ -101,59 +113,58 @@ def train(backend, lengths, steps=2, param_at=0, grad_at=0, states_at=0, dtype=B
     ]
 
 
+def make(shapes, dtype=BF16) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    made = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+    for param in made:
+        param.grad = torch.randn(param.shape, generator=generator).to(DEVICE, dtype)
+    return made
+
+
 def assert_bits_of_eager(lengths, **options) -> None:
     """Steps of both backends give the same bits."""
-    for ours, expected in zip(train("triton", lengths, **options), train("eager", lengths, **options), strict=True):
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
-        assert torch.equal(ours.view(integers), expected.view(integers))
+    assert all(map(same_numbers, train("triton", lengths, **options), train("eager", lengths, **options)))
 
 
 OFFSETS = [1, 4, 7, 8]
-PLACES = {
-    "gradient": ({"grad_at": OFFSETS}, [2]),
-    "weight": ({"param_at": OFFSETS}, [2]),
-    "all alike": ({"param_at": OFFSETS, "grad_at": OFFSETS, "states_at": OFFSETS}, [4 + 3]),
-    "each elsewhere": ({"param_at": OFFSETS, "grad_at": OFFSETS[::-1], "states_at": 3}, []),
-}
-"""Where tensors begin, and how many whole chunks there are in the launch of them, if there is one."""
+CASES = {
+    # Where tensors begin. States are moved after the first step. Only those that begin alike have whole chunks between
+    # head and end.
+    "gradients": ([2 * CHUNK + 3 * k for k in OFFSETS], {"grad_at": OFFSETS}, [2]),
+    "weights": ([2 * CHUNK + 3 * k for k in OFFSETS], {"param_at": OFFSETS}, [2]),
+    "all alike": (
+        [2 * CHUNK + 3 * k for k in OFFSETS], {"param_at": OFFSETS, "grad_at": OFFSETS, "states_at": OFFSETS}, [4 + 3]
+    ),
+    "each elsewhere": (
+        [2 * CHUNK + 3 * k for k in OFFSETS], {"param_at": OFFSETS, "grad_at": OFFSETS[::-1], "states_at": 3}, []
+    ),
+    "every kind of length": (LENGTHS, {"rounding": "split"}, None),
+    "FP32": ([5, BLOCK + 4, CHUNK + 2, 2 * CHUNK + 9], {"dtype": FP32, "grad_at": [0, 1, 2, 3]}, None),
+    "FP16": ([5, BLOCK + 4, CHUNK + 2, 2 * CHUNK + 9], {"dtype": torch.float16, "grad_at": [0, 1, 2, 3]}, None),
+    "8 bits": (
+        [(1, 32), (5, 32), (3, 160), (CHUNK // 32, 32), (17, 32), (0, 32)],
+        {"state_dtype": torch.int8, "grad_at": [1, 8, 0, 0, 4, 7], "param_at": [2, 0, 0, 1, 7, 0]},
+        None,
+    ),
+    "empty, as of experts elsewhere": (
+        [(0, 8), (3, 8), (0,), (2, 0, 4), (1,), (CHUNK,), (0, 0)], {"grad_at": [0, 1, 2, 3, 4, 0, 5]}, None
+    ),
+}  # fmt: skip
+NIGHTLY = ("weights", "each elsewhere", "FP16")
 
 
 @pytest.mark.parametrize(
-    ("places", "expected"),
+    ("lengths", "options", "whole_chunks"),
     [
-        pytest.param(*case, id=name, marks=() if name in ("gradient", "all alike") else pytest.mark.every_case)
-        for name, case in PLACES.items()
+        pytest.param(*case, id=name, marks=pytest.mark.every_case if name in NIGHTLY else ())
+        for name, case in CASES.items()
     ],
 )
-def test_misaligned_tensors(places, expected, launches):
-    assert_bits_of_eager([2 * CHUNK + 3 * k for k in OFFSETS], **places)
-    # States are moved after the first step. Only tensors that begin alike have whole chunks between head and end.
-    assert [len(launch.rows) for launch in launches[-2:] if not launch.ragged] == expected
-
-
-def test_chunks_of_every_kind_of_length():
-    assert_bits_of_eager(LENGTHS, rounding="split")
-
-
-@pytest.mark.parametrize("dtype", [FP32, pytest.param(torch.float16, marks=pytest.mark.every_case)])
-def test_other_dtypes(dtype):
-    assert_bits_of_eager([5, BLOCK + 4, CHUNK + 2, 2 * CHUNK + 9], dtype=dtype, grad_at=[0, 1, 2, 3])
-    assert_bits_of_eager(
-        [CHUNK + 9] * 4, dtype=dtype, param_at=[1, 2, 3, 4], grad_at=[1, 2, 3, 4], states_at=[1, 2, 3, 4]
-    )
-
-
-def test_states_in_8_bits():
-    shapes = [(1, 32), (5, 32), (3, 160), (CHUNK // 32, 32), (17, 32), (0, 32)]
-    options = {"rounding": "stochastic", "state_dtype": torch.int8}
-    assert_bits_of_eager(shapes, grad_at=[1, 8, 0, 0, 4, 7], param_at=[2, 0, 0, 1, 7, 0], **options)
-
-
-def test_tensors_without_elements(launches):
-    """As of experts that are elsewhere."""
-    shapes = [(0, 8), (3, 8), (0,), (2, 0, 4), (1,), (CHUNK,), (0, 0)]
-    assert_bits_of_eager(shapes, grad_at=[0, 1, 2, 3, 4, 0, 5])
+def test_chunks_have_the_bits_of_eager(lengths, options, whole_chunks, launches):
+    assert_bits_of_eager(lengths, **options)
     assert all(launch.rows for launch in launches)
+    if whole_chunks is not None:
+        assert [len(launch.rows) for launch in launches[-2:] if not launch.ragged] == whole_chunks
 
 
 def test_parts_of_a_group(launches, monkeypatch):
@@ -239,12 +250,16 @@ def test_segments_inside_of_a_tensor():
     assert len(whole) == 5
 
 
-def test_one_launch_if_all_chunks_are_of_one_kind(launches):
+def test_a_launch_per_spec_and_kind_of_chunk(launches):
     train("triton", [CHUNK, 2 * CHUNK], steps=1)
     assert [launch.ragged for launch in launches] == [False]
     launches.clear()
     train("triton", [1, CHUNK - 1, 3], steps=1)
     assert [launch.ragged for launch in launches] == [True]
+    launches.clear()
+    params = make([(k % 17,) for k in range(20)]) + make([(5,)] * 3, FP32)
+    AdamW(params, lr=0.1, backend="triton").step()
+    assert sorted(len(launch.rows) for launch in launches) == [3, sum(k % 17 > 0 for k in range(20))]
 
 
 def test_chunks_are_divided_again_only_if_the_alignment_has_changed(monkeypatch, launches):
@@ -301,3 +316,145 @@ def test_tables_that_are_released_within_a_step_are_made_anew(launches):
         step.run(range(1))
         step.release_tables()
     assert [launch.ragged for launch in launches] == [False, True]
+
+
+# Kernels and tables.
+
+
+@pytest.mark.parametrize(
+    ("warp_size", "state_dtype", "limit"),
+    [
+        (32, BF16, {}),
+        (32, torch.int8, {}),
+        (64, BF16, {"waves_per_eu": 0}),
+        (64, torch.int8, {"waves_per_eu": 4}),
+    ],
+    ids=["NVIDIA", "NVIDIA, 8 bits", "AMD", "AMD, 8 bits"],
+)
+def test_registers_are_limited_by_the_option_of_the_gpu(monkeypatch, warp_size, state_dtype, limit):
+    options = {}
+
+    class Recording(InPlaceOfAKernel):
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *tables, **keywords: options.update({self.name: keywords})
+
+    kernels = triton_launch.Kernels(*map(Recording, triton_launch.Kernels._fields))
+    monkeypatch.setattr(triton_launch, "kernels", lambda spec: kernels)
+    monkeypatch.setattr(triton_launch, "_warp_size", lambda device: warp_size)
+    StableAdamW(make([(9, 1056)]), rounding="kahan", state_dtype=state_dtype, backend="triton").step()
+
+    shared = {"BLOCK": triton_launch.BLOCK, "num_warps": 128 // warp_size, "enable_fp_fusion": False}
+    chunk, tail = {"CHUNK": triton_launch.CHUNK}, {"TAIL": triton_launch.TAIL}
+    assert options["step_ragged"] == shared
+    assert options["step"] == shared | chunk | limit
+    assert options["tensor_sum"] == shared | chunk | tail
+
+
+@pytest.mark.parametrize("fails", ["step", "step_ragged", "tensor_sum", "square_sum"])
+def test_a_kernel_that_does_not_compile_leaves_everything_unchanged(fails, monkeypatch):
+    """Whole chunks and ragged ones, a mean and a norm; `auto` goes on with `eager`, and says so once."""
+
+    class DoesNotCompile:
+        def warmup(self, *tables, **options):
+            raise ValueError("out of resources: registers")
+
+    real = triton_launch.kernels
+    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr(selection, "expected_backend", lambda backend, device: "triton")
+    if fails == "square_sum":
+        monkeypatch.setattr(triton_square_sum, "square_sum", DoesNotCompile())
+    else:
+        broken = {fails: DoesNotCompile()}
+        monkeypatch.setattr(triton_launch, "kernels", lambda spec: real(spec)._replace(**broken))
+
+    def optimizer(backend):
+        return StableAdamW(make([(37,), (8192,)]) + make([(5,)], FP32), max_grad_norm=1.0, backend=backend)
+
+    requested, automatic, eager = map(optimizer, ("triton", "auto", "eager"))
+    before = everything(requested)
+    with pytest.raises(TritonError, match=r"cannot compile.*out of resources: registers.*'eager'"):
+        requested.step()
+    assert_equal(everything(requested)["params"], before["params"])
+    assert all(not state["step"] for state in requested.state.values())
+    with pytest.warns(RuntimeWarning, match="'eager' backend on .*out of resources") as warned:
+        automatic.step()
+    assert len(warned) == 1
+    monkeypatch.undo()
+    eager.step()
+    assert_equal(everything(automatic), everything(eager))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [2**31, 2**40, *(pytest.param(n, marks=pytest.mark.every_case) for n in (2**31 - 8192, 2**32 - 8192, 2**33))],
+)
+def test_offsets_have_64_bits(start):
+    """A chunk far into a tensor: the table points so far before the data that the chunk's elements are the data."""
+    (param,) = make([(triton_launch.CHUNK + 100,)])
+    optimizer = AdamW([param], lr=0.1, rounding="kahan", backend="triton")
+    with optimizer.plan_step() as plan:
+        (fused_group,) = plan.fused_groups
+        fused_group.step_scalars.compute(optimizer.scalars)
+        tensors = list(fused_group.entries[0].tensors.values())
+        data = [tensor.clone() for tensor in tensors]
+        end = start + param.numel()
+        whole = torch.tensor([[0, start]], device=DEVICE)
+        ragged = torch.tensor([[0, 0, start + triton_launch.CHUNK, end]], device=DEVICE)
+        segments = fused_group.segments.table.clone()
+        segments[0, 1:3] = torch.tensor([end, 5])  # the end, and what global indices are ahead
+        addresses = [[tensor.data_ptr() - start * tensor.element_size() for tensor in tensors]]
+        kernels = triton_launch.kernels(fused_group.spec)
+        constants = {"BLOCK": triton_launch.BLOCK, "enable_fp_fusion": False}
+        tables = [
+            segments.to(DEVICE),
+            torch.tensor(addresses, device=DEVICE),
+            fused_group.scalars.to(DEVICE),
+            fused_group.counts.to(DEVICE),
+            torch.ones((), dtype=torch.int32, device=DEVICE),
+        ]
+        kernels.step[(1,)](whole, *tables, CHUNK=triton_launch.CHUNK, **constants)
+        kernels.step_ragged[(1,)](ragged, *tables, **constants)
+        index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
+        weight, grad, *states = (tensor.cpu().float() for tensor in data)
+        named = dict(zip(list(fused_group.spec.tensors)[2:], states, strict=True))
+        scalars = dict(zip(fused_group.spec.scalars, fused_group.scalars[0].tolist(), strict=True))
+        new_weight, new_state = fused_step(
+            fused_group.spec, weight, grad, named, scalars, index, fused_group.segment_keys()[0]
+        )
+        assert torch.equal(param.detach().cpu().float(), new_weight)
+        for name, state in zip(list(fused_group.spec.tensors)[2:], tensors[2:], strict=True):
+            assert torch.equal(state.cpu().float(), new_state[name]), name
+
+
+def test_a_checkpoint_crosses_from_counts_on_the_device_to_the_host_and_back():
+    trained, resumed = make([(40,)]), make([(40,)])
+    first = AdamW(trained, lr=0.1, backend="triton", skip_nonfinite=True)
+    first.step()
+    second = AdamW(resumed, lr=0.1, backend="triton")
+    resumed[0].data.copy_(trained[0].data)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    third = AdamW(make([(40,)]), lr=0.1, backend="triton", skip_nonfinite=True)
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    third.param_groups[0]["params"][0].data.copy_(trained[0].data)
+    for optimizer in (first, second, third):
+        optimizer.step()
+    assert torch.equal(trained[0], resumed[0])
+    assert torch.equal(trained[0], third.param_groups[0]["params"][0])
+
+
+def test_static_tables_are_sent_once(monkeypatch):
+    """Segments and chunks go to the device with the first step; pointers, scalars and counts with every step."""
+    sent = []
+    upload = triton_tables._upload
+    monkeypatch.setattr(triton_tables, "_upload", lambda *tables: sent.append(len(tables) - 1) or upload(*tables))
+    params = make([(40,), (7,)])
+    optimizer = AdamW(params, backend="triton", max_grad_norm=1.0)
+    for _ in range(3):
+        optimizer.step()
+        for param in params:
+            param.grad = torch.ones_like(param)
+    static, alignment, every_step = 3, 2, 3
+    assert sent == [static, every_step, alignment, every_step, every_step]
