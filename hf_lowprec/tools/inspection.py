@@ -169,19 +169,17 @@ def open_checkpoint(name: str, argument: str) -> Checkpoint:
     trained: dict[str, Trained] = {}
     with explain_input_errors(f"{argument}: {name!r} cannot be read"):
         weights, names = open_weights(folder), read_parameter_names(folder)
-        adapters = names.adapters.values() if names else ()
-        stored_names = {parameter: stored for adapter in adapters for stored, parameter in adapter.items()}
+        stored_names = {p: stored for adapter in names.adapters.values() for stored, p in adapter.items()}
         for optimizer in read_optimizers(folder, names):
             named = optimizer.names or _names_by_order(folder, optimizer)
-            for group, of_group, parameters in zip(optimizer.param_groups, named, optimizer.parameters, strict=False):
-                for parameter_name, parameter in zip(of_group, parameters, strict=True):
-                    if parameter_name is not None:
-                        trained[stored_names.get(parameter_name, parameter_name)] = Trained(group, parameter)
+            for parameter_name, parameter in zip(named, optimizer.parameters, strict=False):
+                if parameter_name is not None:
+                    trained[stored_names.get(parameter_name, parameter_name)] = Trained(parameter.group, parameter)
     return Checkpoint(folder, weights, trained)
 
 
-def _names_by_order(folder: Path, optimizer: StoredOptimizer) -> list[list[str | None]]:
-    """The names of the parameters of each group, where checkpoints have none, as those of other libraries.
+def _names_by_order(folder: Path, optimizer: StoredOptimizer) -> list[str | None]:
+    """The names of the parameters, where checkpoints have none, as those of other libraries.
 
     They are those of the model, grouped as Trainer does or ungrouped, if the shapes are; empty otherwise.
     """
@@ -191,12 +189,13 @@ def _names_by_order(folder: Path, optimizer: StoredOptimizer) -> list[list[str |
         return []
     shapes = {name: param.shape for name, param in model.named_parameters()}
     decayed = {*Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
-    parameters = [*chain(*optimizer.parameters)]
-    saved = [next((info.shape for info in parameter.infos.values()), None) for parameter in parameters]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [next((info.shape for info in parameter.infos.values()), None) for parameter in optimizer.parameters]
     for names in ([[n for n in shapes if n in decayed], [n for n in shapes if n not in decayed]], [[*shapes]]):
-        same_sizes = [*map(len, names)] == [*map(len, optimizer.parameters)]
-        if same_sizes and all(shape in (None, shapes[n]) for n, shape in zip(chain(*names), saved, strict=True)):
-            return [[*of_group] for of_group in names]
+        if [*map(len, names)] == sizes and all(
+            shape in (None, shapes[n]) for n, shape in zip(chain(*names), saved, strict=True)
+        ):
+            return [*chain(*names)]
     return []
 
 

@@ -90,7 +90,7 @@ def stepped_and_saved(tmp_path, optimizer, *without_gradient) -> list[StoredPara
         param.grad = None if param in {*without_gradient} else torch.ones_like(param)
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    return read_optimizer(tmp_path / "optimizer.pt").parameters[0]
+    return read_optimizer(tmp_path / "optimizer.pt").parameters
 
 
 def test_numbers_beside_the_states_are_none(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
     SHARDED_STATE,
+    LazyTensors,
     ShardedFolder,
     TensorInfo,
     explain_unreadable,
@@ -32,12 +34,14 @@ class StoredParameter(NamedTuple):
     """A parameter as a saved optimizer holds it.
 
     Attributes:
+        group: the options of its param group.
         infos: shape and dtype of each of its states; codes of 8 bits go by the name of the state.
         read: reads one of them; codes are decoded to FP32.
         step: how often it was stepped; None if the optimizer does not count.
         low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
     """
 
+    group: ParamGroup
     infos: dict[str, TensorInfo]
     read: Callable[[str], Tensor]
     step: int | None
@@ -66,13 +70,13 @@ class StoredOptimizer(NamedTuple):
 
     Attributes:
         param_groups: the options of each param group.
-        parameters: the parameters of each.
-        names: their names; None if the state dict only numbers them.
+        parameters: the parameters of all of them.
+        names: the names of the parameters; None if the state dict only numbers them.
     """
 
     param_groups: list[ParamGroup]
-    parameters: list[list[StoredParameter]]
-    names: list[list[str | None]] | None
+    parameters: list[StoredParameter]
+    names: list[str | None] | None
 
     @property
     def is_ours(self) -> bool:
@@ -82,7 +86,7 @@ class StoredOptimizer(NamedTuple):
     @property
     def refines(self) -> bool:
         """True if it has compensations, remainders, or low bits."""
-        return any(parameter.refines for group in self.parameters for parameter in group)
+        return any(parameter.refines for parameter in self.parameters)
 
 
 def read_optimizers(folder: Path, names: ParameterNames) -> list[StoredOptimizer]:
@@ -130,11 +134,13 @@ def read_optimizer(path: Path, names: list[list[str | None]] | None = None) -> S
                 f"{path.parent / PARAMETERS_NAME} names {[*map(len, names)]} parameters in its groups, but {path.name} "
                 f"has {sizes}: they are from different checkpoints"
             )
-        return _stored_optimizer(saved, lambda key, state: saved[_STATE][key][state], names)
+        return _stored_optimizer(
+            saved, lambda key, state: saved[_STATE][key][state], None if names is None else [*chain(*names)]
+        )
 
 
 def _stored_optimizer(
-    saved: Mapping[str, Any], read: Callable[[Any, str], Tensor], names: list[list[str | None]] | None
+    saved: Mapping[str, Any], read: Callable[[Any, str], Tensor], names: list[str | None] | None
 ) -> StoredOptimizer:
     """The optimizer with the state dict `saved`, in which tensors may lack their values, which `read` returns."""
     groups = from_saved_form({_GROUPS: saved[_GROUPS]})[_GROUPS]
@@ -143,21 +149,19 @@ def _stored_optimizer(
         state = saved[_STATE].get(key, {})
         step = state.get(_STEP, group.get(_STEP) if state else None)
         return StoredParameter(
+            group,
             *_states(state, partial(read, key)),
             None if step is None else int(step),
             None if state else saved.get(LOW_BITS, {}).get(key),
         )
 
-    parameters = [[parameter(key, group) for key in group["params"]] for group in groups]
-    if all(isinstance(key, str) for group in groups for key in group["params"]):
-        names = [[*group["params"]] for group in groups]
-    return StoredOptimizer(groups, parameters, names)
+    keys = [*chain.from_iterable(group["params"] for group in groups)]
+    parameters = [parameter(key, group) for group in groups for key in group["params"]]
+    return StoredOptimizer(groups, parameters, keys if all(isinstance(key, str) for key in keys) else names)
 
 
-def _states(
-    state: Mapping[str, Any], read: Callable[[str], Tensor]
-) -> tuple[dict[str, TensorInfo], Callable[[str], Tensor]]:
-    """`StoredParameter.infos` and `StoredParameter.read`."""
+def _states(state: Mapping[str, Any], read: Callable[[str], Tensor]) -> LazyTensors:
+    """The states of a parameter, of whose entry `read` returns the values."""
     tensors = {key: in_own_dtype(key, value) for key, value in state.items() if isinstance(value, Tensor)}
     is_number = all(tensor.dim() == 0 for tensor in tensors.values())
     infos = {
@@ -171,4 +175,5 @@ def _states(
     def read_values(name: str) -> Tensor:
         return value_in({key: in_own_dtype(key, read(key)) for key in storage_keys(name, infos.keys())}, name)
 
-    return {names.get(key, key): info for key, info in infos.items() if key not in scales}, read_values
+    infos = {names.get(key, key): info for key, info in infos.items() if key not in scales}
+    return LazyTensors(infos, read_values)

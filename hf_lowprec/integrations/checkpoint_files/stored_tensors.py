@@ -184,9 +184,6 @@ class ShardedFolder:
     """The tensors and objects in a folder of `torch.distributed.checkpoint`, whole, by their paths in the state dict.
 
     Needs no process group.
-
-    Attributes:
-        infos: the shape and dtype of each tensor, and None for each other object, by their paths.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -197,7 +194,6 @@ class ShardedFolder:
         with explain_unreadable(folder / ".metadata"):
             self._infos = {key: _info(stored) for key, stored in metadata.state_dict_metadata.items()}
             self._keys = {path: key for key, path in metadata.planner_data.items() if key in self._infos}
-        self.infos = {path: self._infos[key] for path, key in self._keys.items()}
 
     def read(self, path: tuple[Any, ...]) -> Any:
         """Read one tensor or object.
@@ -227,7 +223,8 @@ class ShardedFolder:
 
     def tensors(self, root: str) -> LazyTensors:
         """The tensors whose paths are `(root, name)`."""
-        infos = {path[1]: info for path, info in self.infos.items() if path[0] == root and len(path) == 2 and info}
+        keys = {path[1]: key for path, key in self._keys.items() if path[0] == root and len(path) == 2}
+        infos = {name: info for name, key in keys.items() if (info := self._infos[key])}
         return LazyTensors(infos, lambda name: self.read((root, name)))
 
     def check_objects(self) -> None:

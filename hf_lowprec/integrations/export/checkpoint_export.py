@@ -8,7 +8,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,15 +147,16 @@ def _refining(optimizers: list[StoredOptimizer]) -> dict[str, StoredParameter]:
         ValueError: their names are not known.
     """
     refining: dict[str, StoredParameter] = {}
-    for optimizer in filter(lambda one: one.refines, optimizers):
-        if optimizer.names is None:
+    for optimizer in optimizers:
+        if optimizer.refines and optimizer.names is None:
             raise ValueError(
                 f"the checkpoint has compensations but no {PARAMETERS_NAME}, which names their parameters; Trainer and "
                 "hf_lowprec.prepare_accelerator save it. Resume the run from it and save another checkpoint, or "
                 f"{_SCRIPT}"
             )
-        parameters = zip(chain(*optimizer.names), chain(*optimizer.parameters), strict=True)
-        refining |= {name: parameter for name, parameter in parameters if name is not None and parameter.refines}
+        for name, parameter in zip(optimizer.names or (), optimizer.parameters, strict=False):
+            if name is not None and parameter.refines:
+                refining[name] = parameter
     return refining
 
 
@@ -343,8 +343,8 @@ def _export_adapters(
         part = "" if adapter == _DEFAULT else adapter
         has_own_file = (checkpoint / part / ADAPTER_WEIGHTS).is_file()
         weights = open_weights(checkpoint / part if has_own_file else checkpoint)
-        names = weights.infos if has_own_file or not parameters else parameters
-        stored_names = {name: name if name in weights.infos else parameters[name] for name in names}
+        as_stored = has_own_file or not parameters
+        stored_names = dict(zip(weights.infos, weights.infos, strict=True)) if as_stored else parameters
         if missing := [name for name in stored_names.values() if name not in weights.infos]:
             raise ValueError(f"{str(checkpoint)!r} has no weights for {missing[0]}, a parameter of an adapter")
         of_adapter = {name: refining[param] for name, param in parameters.items() if param in refining}

@@ -173,45 +173,32 @@ def save_lazy_tensors(
         max_shard_size: as in `save_pretrained`.
     """
     recorded = RecordedOperations(tensors.infos)
-    with _copied_config(model), recorded:
-        if not has_adapters(model):
-            _save_whole_model(model, tensors, recorded, folder, dtype, max_shard_size)
-            return
-        adapters = saved_adapters(model, recorded.tensors)
-        saved = [tensor for adapter in adapters.values() for tensor in adapter.values()]
-        values = {name: _value(tensors, name) for name in frozenset().union(*map(recorded.sources_of, saved))}
-        with _prompt_encoder_with(model, tensors):
-            model.save_pretrained(folder, state_dict=recorded.tensors | values)
-
-
-def _save_whole_model(
-    model: Any,
-    tensors: LazyTensors,
-    recorded: RecordedOperations,
-    folder: Path,
-    dtype: torch.dtype,
-    max_shard_size: int | str,
-) -> None:
-    """Save the weights, then config.json with `dtype`, in which `from_pretrained` loads all of them.
-
-    transformers writes config.json first, with the dtype of training: a process that is killed after the weights would
-    leave a folder that loads in that dtype. For the same reason, that of an earlier model goes before its weights.
-    """
-    config = model.config
 
     def compute(file: dict[str, Tensor]) -> dict[str, Tensor]:
         (folder / CONFIG_NAME).unlink(missing_ok=True)
         return _computed(file, tensors, recorded)
 
-    with (
-        temporarily_wrapped(config, "to_json_file", lambda *_, **__: None),
-        private_apis.computing_saved_tensors(compute),
-    ):
-        model.save_pretrained(folder, state_dict=recorded.tensors, max_shard_size=max_shard_size)
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if part is not None:
-            part.dtype = dtype_name(dtype)
-    replace_file(folder / CONFIG_NAME, config.to_json_string())
+    with _copied_config(model), recorded:
+        if has_adapters(model):
+            adapters = saved_adapters(model, recorded.tensors)
+            saved = [tensor for adapter in adapters.values() for tensor in adapter.values()]
+            values = {name: _value(tensors, name) for name in frozenset().union(*map(recorded.sources_of, saved))}
+            with _prompt_encoder_with(model, tensors):
+                model.save_pretrained(folder, state_dict=recorded.tensors | values)
+            return
+        # transformers writes config.json first, with the dtype of training: a process that is killed after the weights
+        # would leave a folder that loads in that dtype. For the same reason, that of an earlier model goes before its
+        # weights.
+        config = model.config
+        with (
+            temporarily_wrapped(config, "to_json_file", lambda *_, **__: None),
+            private_apis.computing_saved_tensors(compute),
+        ):
+            model.save_pretrained(folder, state_dict=recorded.tensors, max_shard_size=max_shard_size)
+        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+            if part is not None:
+                part.dtype = dtype_name(dtype)
+        replace_file(folder / CONFIG_NAME, config.to_json_string())
 
 
 def _value(tensors: LazyTensors, name: str) -> Tensor:

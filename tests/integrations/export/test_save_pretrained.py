@@ -173,30 +173,26 @@ def test_a_wrapped_model_and_its_generation_config(tmp_path, wrap):
 
 
 def test_what_cannot_be_saved(tmp_path):
-    model = llama().to(BF16)
-    optimizer = hf_lowprec.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="dtype='float16' is not supported; use 'float32' or 'bfloat16'"):
-        hf_lowprec.save_pretrained(model, optimizer, tmp_path / "out", dtype="float16")
-    with pytest.raises(ValueError, match="none of the model's parameters"):
-        hf_lowprec.save_pretrained(llama(), optimizer, tmp_path / "out")
-    for given, message in (
-        (SimpleNamespace(), "`optimizer` is a SimpleNamespace, not an optimizer$"),
-        (None, "`optimizer` is a NoneType, not an optimizer$"),
-        (MagicMock(), "`optimizer` is a MagicMock, not an optimizer$"),
+    """The configuration stays as it was."""
+    model, layer = llama().to(BF16), nn.Linear(2, 2, dtype=BF16)
+    quantized = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gptq"))
+    optimizer, config, content = hf_lowprec.AdamW(model.parameters()), model.config, model.config.to_dict()
+    for error, message, saved, given, options in (
+        (ValueError, "'float16' is not supported; use 'float32' or 'bfloat16'", model, optimizer, {"dtype": "float16"}),
+        (ValueError, "none of the model's parameters", llama(), optimizer, {}),
+        (ValueError, "max_shard_size|not supported", model, optimizer, {"max_shard_size": "many"}),
+        (TypeError, "`optimizer` is a SimpleNamespace, not an optimizer$", model, SimpleNamespace(), {}),
+        (TypeError, "`optimizer` is a MagicMock, not an optimizer$", model, MagicMock(), {}),
+        (TypeError, "Linear is neither .* PEFT model; save the tensors of fp32_st", layer, optimizer, {}),
+        (ValueError, r"quantized \(gptq\).*train adapters on it", model, optimizer, {"quantizer": quantized}),
     ):
-        with pytest.raises(TypeError, match=message):
-            hf_lowprec.save_pretrained(model, given, tmp_path / "out")
-        with pytest.raises(TypeError, match=message):
-            hf_lowprec.keep_low_bits(given)
-    layer = nn.Linear(2, 2, dtype=BF16)
-    with pytest.raises(
-        TypeError, match="Linear is neither a transformers nor a PEFT model; save the tensors of fp32_st"
-    ):
-        hf_lowprec.save_pretrained(layer, hf_lowprec.AdamW(layer.parameters()), tmp_path / "out")
-    model.hf_quantizer = type("Quantizer", (), {"quantization_config": type("Config", (), {"quant_method": "gptq"})})
-    with pytest.raises(ValueError, match=r"quantized \(gptq\).*train adapters on it"):
-        hf_lowprec.save_pretrained(model, optimizer, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        model.hf_quantizer = options.pop("quantizer", None)
+        with pytest.raises(error, match=message):
+            hf_lowprec.save_pretrained(saved, given, tmp_path / "out", **options)
+    with pytest.raises(TypeError, match=r"`optimizer` is a NoneType, not an optimizer$"):
+        hf_lowprec.keep_low_bits(None)
+    assert model.config is config and config.to_dict() == content
+    assert not [*tmp_path.glob("out/*.safetensors")]
 
 
 def test_an_optimizer_that_does_not_train_all_weights_is_named(tmp_path):
@@ -205,14 +201,6 @@ def test_an_optimizer_that_does_not_train_all_weights_is_named(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"model.embed_tokens.weight: their stored 16-bit values") as caught:
         hf_lowprec.save_pretrained(model, optimizer, tmp_path)
     assert caught[0].filename == __file__
-
-
-def test_the_config_is_restored_if_saving_fails(tmp_path):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
-    config = trainer.model.config
-    with pytest.raises(ValueError, match=r"max_shard_size|not supported"):
-        hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "out", max_shard_size="many")
-    assert trainer.model.config is config and config.dtype != "float32"
 
 
 @pytest.mark.parametrize("method", nightly_except({"dora", "saved_both", "prompt"}, METHODS))

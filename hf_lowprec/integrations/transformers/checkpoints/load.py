@@ -161,9 +161,9 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
         logger.info("hf_lowprec: no compensations or remainders can be read from %s: %r", path, error)
         return
     groups = [group["params"] for group in optimizer.param_groups]
-    if [*map(len, groups)] != [*map(len, saved.parameters)]:
+    if [*map(len, groups)] != [len(group["params"]) for group in saved.param_groups]:
         return
-    for param, other in zip(chain(*groups), chain(*saved.parameters), strict=True):
+    for param, other in zip(chain(*groups), saved.parameters, strict=True):
         own = low_bits_state(optimizer.state.get(param, {}))
         if own is None:
             continue
