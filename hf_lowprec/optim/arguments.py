@@ -9,17 +9,15 @@ Every message names the argument, its value and what is valid. Checks of an argu
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import functools
-import inspect
 import math
 import numbers
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import dataclass, replace
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -44,7 +42,7 @@ READERS: dict[Any, Callable[[str], Any]] = {
     float: float,
     int: int,
     bool: lambda text: _BOOLEANS[text.lower()],
-    Rounding: mode_name,
+    get_args(Rounding): mode_name,
 }
 """Functions from text to value, by the kind of argument. Text of other kinds is the value."""
 
@@ -55,7 +53,7 @@ class Argument:
 
     Attributes:
         kind: the type of its value, or of the items of a tuple: `float` for numbers that FP32 can hold, `int`, `bool`,
-            `torch.dtype`, a `Literal` for names; `object` for anything that text cannot express.
+            `torch.dtype`, a tuple of names; `NoneType` for anything that text cannot express.
         default: its default. If it is None, None is valid; if it is a tuple, so are sequences of the same length.
         ge: numbers are at least this.
         gt: numbers are greater than this.
@@ -64,18 +62,13 @@ class Argument:
         per_group: whether param groups can set it.
     """
 
-    kind: Any = object
+    kind: Any
     default: Any = None
     ge: float = -math.inf
     gt: float = -math.inf
     lt: float = math.inf
     le: float = math.inf
     per_group: bool = True
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The valid names; empty if it is no `Literal`."""
-        return get_args(self.kind)
 
     def value_of(self, given: Any) -> Any:
         """The value, given as such or as text.
@@ -105,46 +98,48 @@ class Argument:
         except (KeyError, ValueError):
             return given
 
-    def check(self, name: str, value: Any, where: str = "") -> None:
-        """Raise ValueError unless `value` is valid. Dtypes are checked where the states are known."""
+    def check(self, name: str, value: Any, place: str = "") -> None:
+        """Raise ValueError unless `value` is valid. Dtypes are checked where the states are known.
+
+        Args:
+            name: the argument's name.
+            value: its value.
+            place: where it was found, for the message, such as `" in param group 0"`.
+        """
         if not isinstance(self.default, tuple):
-            if value is not None or self.default is not None:
-                self._check_one(name, value, where)
+            if (value is not None or self.default is not None) and (problem := self._problem(value, place)):
+                raise ValueError(f"{name}={value!r}{problem}")
             return
         if not isinstance(value, tuple | list) or len(value) != len(self.default):
-            raise ValueError(
-                f"{name}={value!r}{_in(where)} is invalid; it must be {len(self.default)} numbers, as {self.default}"
-            )
-        for k, (item, default) in enumerate(zip(value, self.default, strict=True)):
-            if item is not None or default is not None:
-                self._check_one(f"{name}[{k}]", item, where)
+            expected = f"{len(self.default)} numbers, as {self.default}"
+            raise ValueError(f"{name}={value!r}{place} is invalid; it must be {expected}")
+        for k, item in enumerate(value):
+            if (item is not None or self.default[k] is not None) and (problem := self._problem(item, place)):
+                raise ValueError(f"{name}[{k}]={item!r}{problem}")
 
-    def _check_one(self, name: str, value: Any, where: str) -> None:
-        kind = self.kind
-        if kind is float or kind is int:
-            self._check_number(name, value, where)
-        elif kind is bool:
-            if not _is_boolean(value):
-                raise ValueError(f"{name}={value!r}{_in(where)} is not True or False")
-        elif self.names and value not in self.names:
-            raise ValueError(f"{name}={value!r}{_in(where)} is unknown; valid are {', '.join(map(repr, self.names))}")
-
-    def _check_number(self, name: str, value: Any, where: str) -> None:
+    def _problem(self, value: Any, place: str) -> str:
+        """What is wrong with one value, for the end of a message; empty if it is valid."""
+        if self.kind is bool:
+            return "" if _is_boolean(value) else f"{place} is not True or False"
+        if isinstance(self.kind, tuple):
+            return "" if value in self.kind else f"{place} is unknown; valid are {', '.join(map(repr, self.kind))}"
         if self.kind is int and not _is_integer(value):
-            raise ValueError(f"{name}={value!r}{_in(where)} is not an integer")
+            return f"{place} is not an integer"
+        if self.kind is not float and self.kind is not int:
+            return ""
         if type(value) is float or type(value) is int:
             number = value
         elif isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1:
-            return  # never wait for a device in a step
+            return ""  # never wait for a device in a step
         else:
             number = _as_float(value)
         too_large = self.kind is float and abs(number) > LARGEST
-        if too_large or not (self.ge <= number < self.lt and self.gt < number <= self.le):
-            limits = {">=": self.ge, ">": self.gt, "<": self.lt, "<=": self.le}
-            words = " and ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if math.isfinite(limit))
-            noun = f"{'an integer' if self.kind is int else 'a number'} {words}".strip()
-            finite = " that FP32 can hold (up to 3.4e38)" if too_large else ""
-            raise ValueError(f"{name}={_short_repr(value)} is invalid; it must be {noun}{finite}")
+        if self.ge <= number < self.lt and self.gt < number <= self.le and not too_large:
+            return ""
+        limits = {">=": self.ge, ">": self.gt, "<": self.lt, "<=": self.le}
+        words = " and ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if math.isfinite(limit))
+        noun = f"{'an integer' if self.kind is int else 'a number'} {words}".strip()
+        return f" is invalid; it must be {noun}{' that FP32 can hold (up to 3.4e38)' if too_large else ''}"
 
 
 def split_items(text: str) -> list[str]:
@@ -156,10 +151,6 @@ def split_items(text: str) -> list[str]:
 def dtype_of(value: Any) -> Any:
     """The dtype of states whose name is `value`. Other values are returned as they are."""
     return _DTYPES.get(value.strip().lower().removeprefix("torch."), value) if isinstance(value, str) else value
-
-
-def _in(where: str) -> str:
-    return f" in {where}" if where else ""
 
 
 def _is_none(value: Any) -> bool:
@@ -182,58 +173,33 @@ def _is_integer(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """Convert `value` to float; NaN unless it is one real number."""
-    if hasattr(value, "item"):  # a tensor or a NumPy number
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError):
-            return float("nan")
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return float("nan")
+    """Convert `value` to float; NaN unless it is one real number, which may be a tensor."""
     try:
-        return float(value)
-    except OverflowError:
-        return float("inf")
-
-
-def _short_repr(value: Any) -> str:
-    """`repr(value)`, except for very large integers, which Python refuses to convert to decimal digits."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"<an integer of {value.bit_length()} bits>"
-    return repr(value)
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except (RuntimeError, ValueError, OverflowError):
+        return math.nan
 
 
 class Shared(TypedDict, total=False):
-    """The types of `SHARED`, the keyword arguments of every optimizer, which `LowPrecisionOptimizer` documents."""
+    """The keyword arguments of every optimizer, with their types; `LowPrecisionOptimizer` documents them."""
 
-    rounding: Rounding
-    state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
-    state_rounding: StateRounding
-    seed: int
-    first_parameter: int | None
-    backend: Backend
-    max_grad_norm: float | None
-    skip_nonfinite: bool
-    gradient_release: bool
-    clip: Clip
-    offload_states: bool
-    offload_gradients: bool
+    rounding: Annotated[Rounding, Argument(get_args(Rounding), "kahan")]
+    state_dtype: Annotated[torch.dtype | Mapping[str, torch.dtype] | None, Argument(torch.dtype)]
+    state_rounding: Annotated[StateRounding, Argument(get_args(StateRounding), "stochastic")]
+    seed: Annotated[int, Argument(int, 0)]
+    first_parameter: Annotated[int | None, Argument(int, ge=0)]
+    backend: Annotated[Backend, Argument(get_args(Backend), "auto", per_group=False)]
+    max_grad_norm: Annotated[float | None, Argument(float, gt=0, per_group=False)]
+    skip_nonfinite: Annotated[bool, Argument(bool, False, per_group=False)]
+    gradient_release: Annotated[bool, Argument(bool, False, per_group=False)]
+    clip: Annotated[Clip, Argument(get_args(Clip), "exact", per_group=False)]
+    offload_states: Annotated[bool, Argument(bool, False, per_group=False)]
+    offload_gradients: Annotated[bool, Argument(bool, False, per_group=False)]
 
 
-SHARED = {
-    "rounding": Argument(Rounding, "kahan"),
-    "state_dtype": Argument(torch.dtype),
-    "state_rounding": Argument(StateRounding, "stochastic"),
-    "seed": Argument(int, 0),
-    "first_parameter": Argument(int, ge=0),
-    "backend": Argument(Backend, "auto", per_group=False),
-    "max_grad_norm": Argument(float, gt=0, per_group=False),
-    "skip_nonfinite": Argument(bool, False, per_group=False),
-    "gradient_release": Argument(bool, False, per_group=False),
-    "clip": Argument(Clip, "exact", per_group=False),
-    "offload_states": Argument(bool, False, per_group=False),
-    "offload_gradients": Argument(bool, False, per_group=False),
-}
+_HINTS = get_type_hints(Shared, include_extras=True)
+SHARED: dict[str, Argument] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
 COMMON = {
     "lr": Argument(float),  # schedulers may take it below zero, as in torch
     "betas": Argument(float, ge=0, lt=1),
@@ -310,20 +276,15 @@ def hint(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def full_signature(cls: Any) -> inspect.Signature:
+def full_signature(cls: Any) -> Signature:
     """The signature of an optimizer class with `**shared` replaced by `SHARED`, for `help()`, editors and `inspect`."""
-    own = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
-    named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
-    shared = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=argument.default,
-            annotation=Shared.__annotations__[name].__forward_arg__,
-        )
-        for name, argument in SHARED.items()
-    ]
-    return inspect.Signature(named if len(named) == len(own) else named + shared)
+    parameters = list(signature(cls.__init__).parameters.values())[1:]  # without self
+    if parameters[-1].kind is Parameter.VAR_KEYWORD:
+        parameters[-1:] = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=argument.default, annotation=_HINTS[name].__origin__)
+            for name, argument in SHARED.items()
+        ]
+    return Signature(parameters)
 
 
 def complete_arguments(cls: Any) -> dict[str, Argument]:
@@ -334,19 +295,10 @@ def complete_arguments(cls: Any) -> dict[str, Argument]:
     known = {**SHARED, **COMMON}
     for base in reversed(cls.__mro__):
         known |= vars(base).get("arguments", {})
-    defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
-    return {
-        name: dataclasses.replace(known.get(name) or Argument(_kind(default)), default=default)
-        for name, default in {**defaults, **dict.fromkeys(cls.flags, True)}.items()
-        if name != "params"
-    }
-
-
-def _kind(default: Any) -> Any:
-    """The kind of an argument with this default."""
-    if isinstance(default, tuple):
-        return float
-    return object if default is None else type(default)
+    defaults = {name: parameter.default for name, parameter in signature(cls).parameters.items() if name != "params"}
+    defaults |= dict.fromkeys(cls.flags, True)
+    kinds = {name: float if isinstance(default, tuple) else type(default) for name, default in defaults.items()}
+    return {name: replace(known.get(name, Argument(kinds[name])), default=defaults[name]) for name in defaults}
 
 
 def values_of(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.arguments import EXECUTION_ARGUMENTS, LARGEST, Argument, hint
 from hf_lowprec.optim.sharding import check_placements, full_shape, is_sharded, local_shard, placements_of_mean
-from hf_lowprec.rounding import MODES, State
+from hf_lowprec.rounding import MODES
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
@@ -85,36 +85,18 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
             f"state_rounding={group['state_rounding']!r} in {where} comes from a group of state_dict(), which "
             "cannot be put into param_groups; use load_state_dict"
         )
-    for name, argument in optimizer.arguments.items():
-        if name in group:
-            argument.check(name, group[name], where)
+    place = f" in {where}"
+    arguments = optimizer.arguments
+    for name, value in group.items():
+        if name in arguments:
+            arguments[name].check(name, value, place)
     if optimizer.offload_states and optimizer.needs_whole_tensors(group):
         raise ValueError(
             f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW, Adam, "
             "RAdam, Lion, Adan or SGD"
         )
     optimizer.check_hyperparameters(group)
-    states = optimizer.states(group)
-    _check_state_dtype(group["state_dtype"], optimizer, group, where)
-    _check_8_bits(group, states, where)
-
-
-def _check_state_dtype(value: Any, optimizer: Algorithm, group: ParamGroup, where: str) -> None:
-    if isinstance(value, Mapping):  # it may be that of all groups, which may have other states than this one
-        others = (optimizer.defaults | dict.fromkeys(optimizer.flags, flag) for flag in (True, False))
-        states = chain.from_iterable(map(optimizer.states, (group, *others)))
-        names = dict.fromkeys(state.name for state in states if state.dtype is None)
-        for name, dtype in value.items():
-            if name not in names:
-                raise ValueError(
-                    f"state_dtype names the state {name!r} in {where}; this optimizer has {', '.join(names) or 'none'}"
-                )
-            _check_state_dtype(dtype, optimizer, group, where)
-    elif value is not None and value not in STATE_DTYPES:
-        raise ValueError(
-            f"state_dtype={value!r} in {where} is not supported; use bfloat16, float32 or int8, or one for each state, "
-            "as in {'exp_avg': 'int8', 'exp_avg_sq': 'float32'}"
-        )
+    _check_state_dtype(optimizer, group, where)
 
 
 def requests_8_bits(group: ParamGroup) -> bool:
@@ -123,18 +105,30 @@ def requests_8_bits(group: ParamGroup) -> bool:
     return torch.int8 in (requested.values() if isinstance(requested, Mapping) else [requested])
 
 
-def _check_8_bits(group: ParamGroup, states: Iterable[State], where: str) -> None:
-    """Raise ValueError if `group` asks for states in 8 bits that cannot be."""
-    if not requests_8_bits(group):
-        return
-    requested = group["state_dtype"]
-    if group["state_rounding"] == "nearest":
+def _check_state_dtype(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
+    requested, states = group["state_dtype"], optimizer.states(group)
+    by_state = requested if isinstance(requested, Mapping) else {}
+    if by_state:  # it may be that of all groups, which may have other states than this one
+        others = (optimizer.defaults | dict.fromkeys(optimizer.flags, flag) for flag in (True, False))
+        possible = chain(states, *map(optimizer.states, others))
+        names = dict.fromkeys(state.name for state in possible if state.dtype is None)
+        for name in by_state.keys() - names.keys():
+            raise ValueError(
+                f"state_dtype names the state {name!r} in {where}; this optimizer has {', '.join(names) or 'none'}"
+            )
+    for dtype in by_state.values() if isinstance(requested, Mapping) else [requested]:
+        if dtype is not None and dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"state_dtype={dtype!r} in {where} is not supported; use bfloat16, float32 or int8, or one for each "
+                "state, as in {'exp_avg': 'int8', 'exp_avg_sq': 'float32'}"
+            )
+    if requests_8_bits(group) and group["state_rounding"] == "nearest":
         raise ValueError(
             f"state_rounding='nearest' in {where} is not supported with state_dtype={requested!r}: states in 8 bits "
             "are always rounded stochastically; use state_rounding='stochastic', or state_dtype=torch.bfloat16"
         )
     for state in states:
-        if not state.averages and isinstance(requested, Mapping) and requested.get(state.name) == torch.int8:
+        if not state.averages and by_state.get(state.name) == torch.int8:
             raise ValueError(
                 f"state_dtype={requested!r} in {where} is not supported: {state.name} does not average over steps, so "
                 "the errors of 8 bits would not average out; use torch.bfloat16 or torch.float32 for it"

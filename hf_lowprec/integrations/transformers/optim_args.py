@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -64,7 +64,7 @@ def optim_args_of(args: Any) -> OptimArgs:
 def _parsed_optim_args(name: str, text: str) -> OptimArgs:
     cls, _ = optimizer_factory(name)
     options: dict[str, Any] = option_strings(text)
-    expressible = [key for key, argument in cls.arguments.items() if argument.kind is not object]
+    expressible = [key for key, argument in cls.arguments.items() if argument.kind is not NoneType]
     of_optimizer = [key for key in expressible if key not in cls.flags]
     check_keywords(options, [*of_optimizer, *_OF_CALLBACK], f"optim_args for optim={name!r}")
     of_callback = {key: options.pop(key) for key in _OF_CALLBACK if key in options}
@@ -73,7 +73,7 @@ def _parsed_optim_args(name: str, text: str) -> OptimArgs:
     if "check_replicas_every" in of_callback:
         every = Argument(int, default=0)
         of_callback["check_replicas_every"] = every.value_of(of_callback["check_replicas_every"])
-        every.check("check_replicas_every", of_callback["check_replicas_every"], "optim_args")
+        every.check("check_replicas_every", of_callback["check_replicas_every"], " in optim_args")
     if "rounding" in options:
         schedule = RoundingSchedule.parse(options["rounding"])
         options["rounding"] = schedule.phases[0].mode

@@ -58,8 +58,9 @@ class Adam(LowPrecisionOptimizer):
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments, and with `amsgrad` the maximum of the second."""
         moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
-        largest = State("max_exp_avg_sq", role=3, averages=False, nonnegative=True)
-        return (*moments, largest) if self.options(group)["amsgrad"] else moments
+        if not self.options(group)["amsgrad"]:
+            return moments
+        return (*moments, State("max_exp_avg_sq", role=3, averages=False, nonnegative=True))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step size and bias corrections, arranged so that an element needs one division and one root."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Muon(AdamW):
         "momentum": Argument(float, ge=0, lt=1),
         "ns_steps": Argument(int, ge=1, lt=100),
         "ns_eps": Argument(float, ge=0),
-        "adjust_lr_fn": Argument(AdjustLr),
+        "adjust_lr_fn": Argument(get_args(AdjustLr)),
     }
     _matrices: list[Tensor] | None = None
 
