@@ -1,10 +1,15 @@
-"""Arguments as text: what configuration files and command lines hold gives the optimizer that Python values give."""
+"""The arguments of optimizers: text gives the optimizer that Python values give, and what is invalid is refused.
+
+Text is what configuration files and command lines hold. A refusal says the same wherever the value was given.
+"""
 
 import json
 import pickle
+import re
 from collections import UserDict, UserList
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -12,7 +17,7 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
-from hf_lowprec.optim import ALGORITHMS, AdamW, Muon
+from hf_lowprec.optim import ALGORITHMS, AdamW, Lion, Muon
 from hf_lowprec.optim.arguments import EXECUTION_ARGUMENTS, keywords
 
 SECOND_IN_FP32 = {"exp_avg_sq": torch.float32}
@@ -114,38 +119,109 @@ def test_a_flag_of_a_group_is_text():
     assert AdamW([{"params": [param()], "name": "none"}]).param_groups[0]["name"] == "none"
 
 
+NO_NUMBERS = ["fast", "", "none", "1e-8|1e-8", 1j, True, [1.0], 1e39, -1.0, float("nan")]
+NO_BOOLEANS = ["maybe", 1, torch.tensor(True), torch.tensor([True, False]), np.array([True, False])]
+REFUSED = [
+    *((name, value, "{name}={value!r} is invalid; it must be a number >= 0")
+      for name in ("lr", "eps", "weight_decay") for value in NO_NUMBERS),
+    *((name, value, "{name}={value!r} in param group 0 is not True or False")
+      for name in ("amsgrad", "maximize") for value in NO_BOOLEANS),
+    *((name, value, "{name}={value!r} is not True or False")
+      for name in ("skip_nonfinite", "gradient_release", "offload_states") for value in NO_BOOLEANS),
+    *(("seed", value, "seed={value!r} in param group 0 is not an integer") for value in ("1.5", 1.5, True)),
+    *(("betas", (value, 0.9), "betas[0]={value[0]!r} is invalid; it must be a number >= 0 and < 1")
+      for value in ("much", True, 1.0, -0.1)),
+    ("lr", 1e39, "a number >= 0 that FP32 can hold (up to 3.4e38)"),
+    ("lr", 10**400, "0 is invalid; it must be a number >= 0 that FP32 can hold"),
+    *(("lr", torch.tensor(value), "is invalid; it must be a number") for value in (1 + 1j, True, [0.1, 0.1])),
+    ("lr", 1e38, "lr=1e+38 and the other hyperparameters give step_size=1e+39, which FP32 cannot hold (up to 3.4e38)"),
+    ("betas", "0.9", "betas=(0.9,) in param group 0 is invalid; it must be 2 numbers, as (0.9, 0.999)"),
+    ("first_parameter", "first", "first_parameter='first' in param group 0 is not an integer"),
+    ("first_parameter", -1, "first_parameter=-1 is invalid; it must be an integer >= 0"),
+    ("rounding", "kahn", "rounding='kahn' in param group 0 is unknown; valid are 'kahan', 'split', 'stochastic'"),
+    ("state_dtype", "float8", "state_dtype='float8' in param group 0 is not supported; use bfloat16, float32 or int8"),
+    ("state_dtype", "exp_avg:float8", "state_dtype='float8' in param group 0 is not supported"),
+    ("state_dtype", "exp_avg:int8|float32", "state_dtype names the state 'float32' in param group 0; this"),
+    *(("max_grad_norm", value, "max_grad_norm={value!r} is invalid; it must be a number > 0")
+      for value in ("high", 0.0, -1.0, 1e39)),
+    ("clip", "norm", "clip='norm' is unknown; valid are 'exact', 'delayed'"),
+    ("backend", "cuda", "backend='cuda' is unknown; valid are 'auto', 'triton', 'native', 'eager'"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("route", ["class", "group", "factory"])
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED, ids=lambda value: str(value)[:20])
+def test_what_is_no_value_is_refused_in_the_same_words_everywhere(route, name, value, message):
+    build = ROUTES[route]
+    if route == "group" and name in EXECUTION_ARGUMENTS:
+        build, message = ROUTES["group"], "{name!r} in param group 0 cannot be set per group; pass it to AdamW(...)"
+    elif route == "factory":
+        build = lambda name, value: hf_lowprec.optimizer_factory("adamw_bf16_kahan", **{name: value})  # noqa: E731
+    with pytest.raises(ValueError, match=re.escape(message.format(name=name, value=value))):
+        build(name, value)
+
+
 @pytest.mark.parametrize(
-    ("name", "form", "message"),
+    ("name", "why"),
     [
-        ("lr", "fast", r"lr='fast' is invalid; it must be a number >= 0"),
-        ("lr", "", r"lr='' is invalid"),
-        ("lr", "none", r"lr='none' is invalid"),
-        ("eps", "1e-8|1e-8", r"eps='1e-8\|1e-8' is invalid"),
-        ("betas", "0.9", r"betas=\(0.9,\) .*it must be 2 numbers, as \(0.9, 0.999\)"),
-        ("betas", "0.9,much", r"betas\[1\]='much' is invalid; it must be a number >= 0 and < 1"),
-        ("betas", [0.9, True], r"betas\[1\]=True is invalid"),
-        ("amsgrad", "maybe", r"amsgrad='maybe' in param group 0 is not True or False"),
-        ("amsgrad", 1, r"amsgrad=1 in param group 0 is not True or False"),
-        ("seed", "1.5", r"seed='1.5' in param group 0 is not an integer"),
-        ("first_parameter", "first", r"first_parameter='first' in param group 0 is not an integer"),
-        ("rounding", "kahn", r"rounding='kahn' in param group 0 is unknown; valid are 'kahan', 'split'"),
-        ("state_dtype", "float8", r"state_dtype='float8' .*; use bfloat16, float32 or int8, or one for each state"),
-        ("state_dtype", "exp_avg:float8", r"state_dtype='float8' .*use bfloat16, float32 or int8"),
-        ("state_dtype", "exp_avg:int8|float32", r"state_dtype names the state 'float32' .*has exp_avg, exp_avg_sq"),
-        ("max_grad_norm", "high", r"max_grad_norm='high' is invalid; it must be a number > 0"),
-        ("skip_nonfinite", "maybe", r"skip_nonfinite='maybe' is not True or False"),
-        ("gradient_release", "maybe", r"gradient_release='maybe' is not True or False"),
+        ("foreach", "a step handles all parameters together in any case; remove it"),
+        ("fused", "every backend is fused, so there is nothing to choose; remove it"),
+        ("capturable", "steps are not captured in CUDA graphs; remove it"),
+        ("differentiable", "rounding has no useful gradient, so steps are not differentiable; remove it"),
+        ("kahan_sum", "the rounding mode is an argument of its own; use rounding='kahan'"),
+        ("bf16_stochastic_round", "the rounding mode is an argument of its own; use rounding='stochastic'"),
+        ("decouple_lr", "weight decay is multiplied by the learning rate; use weight_decay=d / lr"),
     ],
 )
-def test_text_that_is_no_value_is_named(route, name, form, message):
-    if route == "group" and name in EXECUTION_ARGUMENTS:
-        pytest.skip("not an argument of groups")
-    build = ROUTES[route]
-    if route == "factory":
-        build = lambda name, form: hf_lowprec.optimizer_factory("adamw_bf16_kahan", **{name: form})  # noqa: E731
-    with pytest.raises(ValueError, match=message):
-        build(name, form)
+def test_arguments_of_other_libraries_are_answered(name, why):
+    for algorithm, cls in ALGORITHMS.items():
+        params = [nn.Parameter(torch.ones(3, 3))]
+        with pytest.raises(TypeError, match=f"{algorithm} got an unexpected keyword argument '{name}': {why}"):
+            cls(params, **{name: None})
+        with pytest.raises(ValueError, match=f"'{name}' in param group 0 is not an argument of {algorithm}: {why}"):
+            cls([{"params": params, name: False}])
+        with pytest.raises(ValueError, match=f"'{name}' is not an argument of '{algorithm.lower()}_bf16_sr': {why}"):
+            hf_lowprec.optimizer_factory(f"{algorithm.lower()}_bf16_sr", **{name: True})
+
+
+def test_a_misspelt_argument_is_named_with_the_closest_and_other_keys_of_groups_are_kept():
+    with pytest.raises(
+        TypeError, match=r"^AdamW got an unexpected keyword argument 'weight_decoy'; did you mean 'weight_"
+    ):
+        AdamW([param()], weight_decoy=0.1)
+    with pytest.raises(TypeError, match=r"^Lion got an unexpected keyword argument 'nonsense'$"):
+        Lion([param()], nonsense=1)
+    with pytest.raises(
+        ValueError, match=r"^'roundin' in param group 0 is not an argument of AdamW; did you mean 'rounding'\?$"
+    ):
+        AdamW([{"params": [param()], "roundin": "nearest"}])
+    group = {"params": [param()], "name": "decoder", "initial_lr": 1e-3}
+    kept = AdamW([group]).param_groups[0]
+    assert (kept["name"], kept["initial_lr"]) == ("decoder", 1e-3)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, np.float32], ids=["float", "tensor", "numpy"])
+def test_numbers_of_every_type_are_accepted(kind):
+    found, expected = param(), param()
+    for weight, optimizer in (
+        (found, AdamW([found], lr=kind(0.5), eps=kind(0.25), amsgrad=np.bool_(True), first_parameter=0)),
+        (expected, AdamW([expected], 0.5, eps=0.25, amsgrad=True, first_parameter=0)),
+    ):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert torch.equal(found, expected)
+
+
+def test_sr_is_the_short_name_of_stochastic_rounding():
+    optimizer = AdamW([{"params": [param()]}, {"params": [param()], "rounding": "kahan"}], rounding="sr")
+    assert optimizer.defaults["rounding"] == "stochastic"
+    optimizer.add_param_group({"params": [param()], "rounding": "sr"})
+    assert [group["rounding"] for group in optimizer.param_groups] == ["stochastic", "kahan", "stochastic"]
+    optimizer.param_groups[0]["rounding"] = "sr"  # later
+    assert optimizer.state_dict()["param_groups"][0]["rounding"] == "stochastic"
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2, 32).bfloat16()
+    optimizer.step()
+    assert hf_lowprec.optimizer_factory("adamw_bf16_kahan", rounding="sr")[1]["rounding"] == "stochastic"
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_one():

@@ -20,8 +20,9 @@ import torch
 from hf_lowprec import once
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.backends.c import compiler as c_compiler
+from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.c_source import render
-from hf_lowprec.optim.backends.c.compiler import FLAGS, compile_library, load_library, require_compiler
+from hf_lowprec.optim.backends.c.compiler import FLAGS, CompilerError, compile_library, load_library, require_compiler
 
 NAME = "step-0123.so"
 
@@ -168,3 +169,21 @@ def test_the_default_follows_the_users_directories(monkeypatch, tmp_path):
     for xdg, expected in (("", ".cache"), (str(tmp_path / "here"), "here"), ("relative", ".cache")):
         monkeypatch.setenv("XDG_CACHE_HOME", xdg)
         assert c_compiler._usable_cache() == tmp_path / expected / "hf_lowprec"
+
+
+def test_a_compiler_that_cc_names_is_not_replaced_by_another(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(CompilerError, match=r"\$CC='no-such-compiler -O2' is not a program.*backend='eager'"):
+        AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], backend="native")
+
+
+def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
+    path = require_compiler()[0]
+    monkeypatch.setenv("CC", f"{path} -DNOTHING")
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
+    native._load.cache_clear()
+    params = [torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))]
+    params[0].grad = torch.ones_like(params[0])
+    AdamW(params, backend="native").step()
+    assert len(list(tmp_path.glob("*.so"))) == 1
+    native._load.cache_clear()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import compress
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -73,8 +72,8 @@ def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[Pa
     if "use_muon" in group or matrices is None or params is None or isinstance(params, set):  # the last two are refused
         return [{"use_muon": True, **group}]
     ids = {id(matrix) for matrix in matrices}
-    params = [params] if isinstance(params, Tensor) else list(params)
-    is_matrix = [id(_tensor(param)) in ids for param in params]
+    params = [params] if isinstance(params, Tensor) else list(params)  # a named parameter is `(name, parameter)`
+    is_matrix = [id(param[1] if isinstance(param, tuple) else param) in ids for param in params]
     parts: list[ParamGroup] = []
     for use_muon in (True, False) if params else (False,):
         selected = [each is use_muon for each in is_matrix]
@@ -83,8 +82,3 @@ def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[Pa
             part["param_names"] = list(compress(group["param_names"], selected))
         parts += [part] if part["params"] or not params else []
     return parts
-
-
-def _tensor(param: Any) -> Any:
-    """Return the parameter itself; in a group of named parameters, it comes as `(name, parameter)`."""
-    return param[1] if isinstance(param, tuple) else param

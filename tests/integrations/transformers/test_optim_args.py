@@ -11,7 +11,7 @@ import torch
 from hf_lowprec.integrations.transformers import optim_args
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, RoundingSchedule, optim_args_of
 from hf_lowprec.integrations.transformers.training_arguments import optimizer_arguments
-from tests.support.training.tiny_trainer import arguments, optimizer_of, trained
+from tests.support.training.tiny_trainer import arguments, llama, optimizer_of, trained
 
 
 def test_optim_args_reach_every_keyword(tmp_path):
@@ -64,6 +64,13 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
     ("words", "message"),
     [
         ("momentun=0.9", r"'momentun' is not an argument of .*did you mean 'momentum'(?!.*\brounding,.*\brounding\b)"),
+        (
+            "fused=True",
+            r"'fused' is not an argument of optim_args for optim=.*: every backend is fused, so .* remove it",
+        ),
+        ("momentum", r"'momentum' is not of the form key=value \(pairs are separated by commas\)"),
+        ("momentum=0.9,=3", r"'momentum=0.9,=3' is not of the form key=value \(pairs are separated by commas\)"),
+        ("seed=1,seed=2", r"names 'seed' twice"),
         ("rounding=kahn", r"rounding='kahn'.*'kahan', 'split', 'stochastic', 'nearest'"),
         ("rounding=stochastic:0.5", r"rounding='stochastic:0.5' .*stochastic:0.8\|kahan"),
         ("rounding=stochastic|kahan", r"each but the last with its share"),
@@ -74,31 +81,32 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
         ("rounding=stochastic:-0.5|kahan", r"cannot be parsed"),
         ("rounding=stochastic:half|kahan", r"cannot be parsed"),
         ("rounding=stochastic:0.5|", r"cannot be parsed"),
-        ("nesterov=maybe", r"nesterov='maybe' in param group 0 is not True or False"),
-        ("momentum=fast", r"momentum='fast' is invalid; it must be a number"),
-        ("state_dtype=float8", r"state_dtype='float8' in param group 0 is not supported; use bfloat16"),
-        ("momentum", r"'momentum' is not of the form key=value \(pairs are separated by commas\)"),
-        ("momentum=0.9,0.95", r"momentum='0.9,0.95' is invalid; it must be a number"),
-        ("momentum=0.9,=3", r"'momentum=0.9,=3' is not of the form key=value \(pairs are separated by commas\)"),
-        (
-            "fused=True",
-            r"'fused' is not an argument of optim_args for optim=.*: every backend is fused, so .* remove it",
-        ),
-        ("seed=1,", r"seed='1,' in param group 0 is not an integer"),
-        ("seed=1,,momentum=0.9", r"seed='1,' in param group 0 is not an integer"),
         ("check_replicas_every=often", r"check_replicas_every='often' in optim_args is not an integer"),
-        ("gradient_release=maybe", r"gradient_release='maybe' is not True or False"),
-        ("seed=1,seed=2", r"names 'seed' twice"),
-        ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
-        ("max_grad_norm=-1", "max_grad_norm"),
-        ("grad_accumulation=fp64", "grad_accumulation='fp64' is unknown; valid are 'nearest', 'fp32'"),
-        ("reduction=ring", "reduction='ring' is unknown; valid are 'rank_order', 'nccl'"),
-        ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
     ],
 )
 def test_bad_optim_args_name_what_is_wrong(tmp_path, words, message):
     with pytest.raises(ValueError, match=message):
-        trained(tmp_path, optim="sgd_bf16_kahan", optim_args=words)
+        optim_args_of(arguments(tmp_path, optim="sgd_bf16_kahan", optim_args=words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("momentum=0.9,0.95", r"momentum='0.9,0.95' is invalid; it must be a number"),
+        ("seed=1,", r"seed='1,' in param group 0 is not an integer"),
+        ("seed=1,,momentum=0.9", r"seed='1,' in param group 0 is not an integer"),
+        ("gradient_release=maybe", r"gradient_release='maybe' is not True or False"),
+        ("grad_accumulation=fp64", "grad_accumulation='fp64' is unknown; valid are 'nearest', 'fp32'"),
+        ("reduction=ring", "reduction='ring' is unknown; valid are 'rank_order', 'nccl'"),
+        ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
+        ("momentun=0.9", "'momentun' is not an argument of"),
+    ],
+)
+def test_bad_values_are_refused_before_the_model_is_cast(tmp_path, words, message):
+    model = llama()
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, model, optim="sgd_bf16_kahan", optim_args=words)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
