@@ -182,31 +182,21 @@ def test_what_does_not_fit_is_refused_by_its_name(path, value, words):
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding):
+def test_states_that_are_missing_or_unknown_are_refused_by_their_names(name, rounding):
     target, saved = stepped(name, rounding=rounding), copy.deepcopy(stepped(name, rounding=rounding).state_dict())
-    saved["state"][1] |= {"exp_avg_cubed": torch.ones(3, 4), "foo": 1}
-    words = [
-        f"parameter 1 of the state dict has 'exp_avg_cubed', 'foo', unknown to {name}",
-        "Resume with",
-        "take it out",
-    ]
-    refuses(lambda: target.load_state_dict(saved), target, words)
+    states = dict(saved["state"][1])
 
+    def refused(state: dict, *words: str) -> None:
+        saved["state"][1] = state
+        refuses(
+            lambda: target.load_state_dict(saved), target, [f"parameter 1 of the state dict has {words[0]}", *words]
+        )
 
-@pytest.mark.combinations(1)
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_state_that_is_missing_is_refused_by_its_name(name, rounding):
-    target, source = (stepped(name, rounding=rounding) for _ in range(2))
-    for state in source.state_dict()["state"][1]:
-        saved = copy.deepcopy(source.state_dict())
-        del saved["state"][1][state]
-        words = [
-            f"parameter 1 of the state dict has no '{state}';",
-            "Load a complete state dict",
-            "leave out optimizer.load_state_dict",
-        ]
-        refuses(functools.partial(target.load_state_dict, saved), target, words)
+    for missing in states:
+        rest = {key: value for key, value in states.items() if key != missing}
+        refused(rest, f"no '{missing}';", "Load a complete state dict", "leave out optimizer.load_state_dict")
+    more = {**states, "exp_avg_cubed": torch.ones(3, 4), "foo": 1}
+    refused(more, f"'exp_avg_cubed', 'foo', unknown to {name}", "Resume with", "take it out")
 
 
 @pytest.mark.parametrize(
