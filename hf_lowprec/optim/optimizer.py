@@ -32,7 +32,6 @@ from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import DelayedClipping, GradientClipping
-from hf_lowprec.optim.step.fingerprint import warn_about_changed_dtypes
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import (
@@ -316,7 +315,7 @@ class LowPrecisionOptimizer(Algorithm):
                 self.gradients.check_no_other_takes_them()
                 earlier, plan = plan, StepPlan(self, clipped, param_ids)
                 if earlier is not None:
-                    warn_about_changed_dtypes(self, earlier.param_dtypes)
+                    earlier.warn_about_changed_dtypes(self)
                 plan.collect_gradients(self, clipped, param_ids, norm_only)
             if len(plan.backend_steps) < len(plan.fused_groups):
                 plan.backend_steps = list(map(self._build_backend_step, plan.fused_groups))

@@ -1,7 +1,7 @@
 """Loading of optimizer state dicts.
 
-A state dict is checked completely before anything is changed, and gets what it lacks. Then torch's loader copies it
-into the optimizer, and what that loader has changed or left out is restored.
+A state dict is checked completely before anything is changed, and gets what it lacks. Torch's loader takes the param
+groups, and what users keep besides the states of parameters.
 """
 
 from __future__ import annotations
@@ -76,42 +76,44 @@ def check_and_load(
         prepared, found = _prepare(optimizer, incoming)
         loadable.update(prepared)
         notes.extend(found)
-        # torch would move states to their parameters' device, which may have no room for them.
-        return {**prepared, "state": {}} if optimizer.offload_states else prepared
+        # Torch would cast the states of parameters to their dtypes, and move them to their devices.
+        numbers = {number for _, number in numbered_parameters(optimizer, prepared)}
+        return {**prepared, "state": {key: value for key, value in prepared["state"].items() if key not in numbers}}
 
-    # Registered last, this hook sees what torch will load.
-    handle = optimizer.register_load_state_dict_pre_hook(prepare)
+    def load_states(_: torch.optim.Optimizer) -> None:
+        for param, number in numbered_parameters(optimizer, loadable):
+            _load_state(optimizer, param, loadable["state"].get(number, {}), loadable.get(LOW_BITS, {}).get(number))
+
+    # Of the hooks, the last sees what torch will load, and the first what it has loaded.
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(prepare),
+        optimizer.register_load_state_dict_post_hook(load_states, prepend=True),
+    ]
     try:
         load_by_torch(state_dict)
     finally:
-        handle.remove()
-    for param, number in numbered_parameters(optimizer, loadable):
-        _restore(optimizer, param, number, loadable)
+        for handle in handles:
+            handle.remove()
     optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
     return notes
 
 
-def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str, Any]) -> None:
-    """Restore what torch's loader has changed or left out of the state of `param`.
+def _load_state(optimizer: Algorithm, param: Tensor, saved: dict[str, Any], low_bits: dict[str, Any] | None) -> None:
+    """Load the state of `param`, or the low bits that its cast has kept.
 
-    It casts states to the parameter's dtype. Step counts become int64 tensors. Compensations and remainders are parts
-    of the weights, and copied as `model.load_state_dict` copies those: torch shares states with the state dict, and so
-    with the optimizer that it came from. Low bits that the cast of the model has kept are dropped where the loaded
-    states hold them.
+    Step counts become int64 tensors. Compensations and remainders are parts of the weights, and copied as
+    `model.load_state_dict` copies those: other states may share memory with the state dict, and so with the optimizer
+    that it came from. Low bits that the cast of the model has kept are dropped where the loaded states hold them.
     """
-    saved = loaded["state"].get(number, {})
-    device = optimizer.state_device(param)
-    if optimizer.offload_states and saved:
-        optimizer.state[param] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
     for name, value in saved.items():
         if name == "step":
-            optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
-        elif name in AUXILIARY_STATES or optimizer.state[param][name].dtype != value.dtype:
-            moved = value.to(device=device, memory_format=torch.contiguous_format)
-            is_shared = moved is value and name in AUXILIARY_STATES
-            optimizer.state[param][name] = copy_apart(value) if is_shared else moved
-    if number in loaded.get(LOW_BITS, {}):
-        restore_saved_low_bits(param, loaded[LOW_BITS][number])
+            value = torch.tensor(int(value), dtype=torch.int64, device="cpu")
+        elif isinstance(value, Tensor):
+            moved = value.to(device=optimizer.state_device(param), memory_format=torch.contiguous_format)
+            value = copy_apart(value) if moved is value and name in AUXILIARY_STATES else moved
+        optimizer.state[param][name] = value
+    if low_bits is not None:
+        restore_saved_low_bits(param, low_bits)
     elif low_bits_state(saved) is not None:
         remove_low_bits(param)
 

@@ -9,22 +9,19 @@ is asked.
 from __future__ import annotations
 
 import operator
-import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.states import dtype_in, new_state_dtype
-from hf_lowprec.rounding import dtype_name
 
 _LAYOUT = operator.attrgetter("dtype", "shape")
+_GROUP_SETTINGS = operator.itemgetter("rounding", "state_rounding", "seed", "maximize")
 
 
 class Fingerprint:
@@ -146,48 +143,9 @@ def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
-    """For every group, what shapes its steps apart from its parameters. Learning rates and the like may change."""
-    return [
-        (
-            optimizer.backend,
-            clipped,
-            optimizer.skip_nonfinite,
-            len(group["params"]),
-            group["rounding"],
-            group["state_rounding"],
-            group["seed"],
-            group.get("first_parameter") or 0,
-            group["maximize"],
-            optimizer.options(group),
-        )
+    """What shapes the steps, of all groups and of each, apart from parameters. Learning rates may change."""
+    of_groups = (
+        (len(group["params"]), _GROUP_SETTINGS(group), group.get("first_parameter") or 0, optimizer.options(group))
         for group in optimizer.param_groups
-    ]
-
-
-def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """Warn if parameters have changed their dtype, and have states in other dtypes than new states would have.
-
-    Args:
-        optimizer: about to take a step; the states of its parameters with a gradient exist.
-        earlier_dtypes: parameter -> its dtype in the last step.
-    """
-    changed: list[tuple[Tensor, dict[str, torch.dtype]]] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if earlier_dtypes.get(param, param.dtype) == param.dtype:
-                continue
-            existing = optimizer.state.get(param, {})  # those of parameters without gradient may be missing
-            stored = ((s, dtype_in(existing, s.name)) for s in optimizer.stored_states(group, param))
-            old = {s.name: dtype for s, dtype in stored if dtype and dtype != new_state_dtype(s, group, param)}
-            if old:
-                changed.append((param, old))
-    if changed:
-        param, old = changed[0]
-        before, after = dtype_name(earlier_dtypes[param]), dtype_name(param.dtype)
-        warnings.warn(
-            f"{len(changed)} parameters were converted from {before} to {after} after their first step. Their states "
-            f"({', '.join(old)}) stay in {dtype_name(next(iter(old.values())))}. Call cast_model(model) "
-            "before the first step; or build a new optimizer now, which starts with new states",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    )
+    return [(optimizer.backend, clipped, optimizer.skip_nonfinite), *of_groups]

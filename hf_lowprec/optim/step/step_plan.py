@@ -6,6 +6,7 @@ existing plan only checks that nothing the plan depends on has changed.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Set
 from types import TracebackType
@@ -18,12 +19,14 @@ from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.sharding import Sharding, sharding_of
 from hf_lowprec.optim.state.fp32_weights import convert_states, states_of_other_modes
+from hf_lowprec.optim.state.states import dtype_in, new_state_dtype
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fingerprint import Fingerprint
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry, are_in_plain_memory, in_plain_memory, may_be_freed
+from hf_lowprec.rounding import dtype_name
 
 
 class StepPlan:
@@ -39,7 +42,6 @@ class StepPlan:
             runs out, nothing has been changed yet.
         backend_steps: how each of them is stepped, in the same order; set by the optimizer.
         plain_copies: parameters and states that are not in plain memory.
-        param_dtypes: the dtypes of the parameters that are stepped, by parameter.
 
     Args:
         optimizer: whose parameters have gradients.
@@ -68,7 +70,6 @@ class StepPlan:
         self.fused_groups = sorted(fused_groups, key=_size_of_temporaries, reverse=True)
         self._entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
         self.plain_copies = [plain for entry in entries for plain in entry.plain_copies]
-        self.param_dtypes = {entry.param: entry.param.dtype for entry in entries}
         self._fingerprint = Fingerprint(
             optimizer,
             clipped,
@@ -76,6 +77,32 @@ class StepPlan:
             stepped=[entry.param for entry in self._entries],
             states=[entry.optimizer_state[tensor.key] for entry in entries for tensor in entry.stored],
         )
+
+    def warn_about_changed_dtypes(self, optimizer: Algorithm) -> None:
+        """Warn if parameters have another dtype than in this plan, and states in other dtypes than new ones would have.
+
+        Args:
+            optimizer: about to take a step; the states of its parameters with a gradient exist.
+        """
+        dtypes = {entry.param: group.spec.param_dtype for group in self.fused_groups for entry in group.entries}
+        changed: list[tuple[Tensor, dict[str, torch.dtype]]] = []
+        for group in optimizer.param_groups:
+            for param in (param for param in group["params"] if dtypes.get(param, param.dtype) != param.dtype):
+                existing = optimizer.state.get(param, {})  # those of parameters without gradient may be missing
+                stored = ((state, dtype_in(existing, state.name)) for state in optimizer.stored_states(group, param))
+                old = {s.name: dtype for s, dtype in stored if dtype and dtype != new_state_dtype(s, group, param)}
+                if old:
+                    changed.append((param, old))
+        if changed:
+            param, old = changed[0]
+            warnings.warn(
+                f"{len(changed)} parameters were converted from {dtype_name(dtypes[param])} to "
+                f"{dtype_name(param.dtype)} after their first step. Their states ({', '.join(old)}) stay in "
+                f"{dtype_name(next(iter(old.values())))}. Call cast_model(model) before the first step; or build a new "
+                "optimizer now, which starts with new states",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def collect_gradients(
         self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None, norm_only: bool = False
