@@ -58,6 +58,13 @@ def test_a_method_that_calls_its_base_class_runs_the_wrapper_once():
     assert derived.greet("you") == "hello you!" * 2
 
 
+def test_a_method_of_a_base_class_is_wrapped_where_overrides_call_it():
+    instance = Derived()
+    wrap_method(instance, "greet", twice, Base)
+    assert instance.greet("you") == "hello youhello you!"
+    assert Derived().greet("you") == "hello you!"
+
+
 def test_other_instances_keep_their_method(instance):
     other = type(instance)()
     wrap_method(instance, "greet", louder)

@@ -18,9 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_lowprec
 from hf_lowprec.casting.quantized import acts_as_fp32, is_quantized
-from hf_lowprec.integrations.transformers.precision_report import precision_report
 from tests.support.chosen_cases import nightly_except
-from tests.support.memory_use import memory_use
 from tests.support.models import tiny_models
 from tests.support.models.quantized_models import (
     Int8Linear,
@@ -78,23 +76,6 @@ def test_the_report_of_a_model_that_trains_as_a_whole_names_weights(tmp_path, ca
     trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
     report = capsys.readouterr().out
     assert "  weights " in report and "trainable" not in report and "frozen" not in report
-
-
-def test_memory_is_counted_as_it_is_stored():
-    model = quantized("wrapper_subclass")
-    cast = hf_lowprec.cast_model(model)
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2)
-    trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert re.search(rf"exp_avg  .*\(bfloat16 {trains:,}\)", precision_report(model, optimizer, cast)), (
-        "of frozen ones none"
-    )
-    _, batch = tiny_models.llama()
-    model(**batch).loss.backward()
-    optimizer.step()
-    use = memory_use(model, optimizer)
-    assert use.weights[torch.int8] == 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
-    assert use.gradients == {BF16: 2 * trains}
-    assert use.state[BF16] == 3 * 2 * trains
 
 
 class TestRefusals:
