@@ -1,6 +1,6 @@
 """The option strings of `--optim_args`: what they reach, how often they are parsed, and what a wrong one raises.
 
-Also the phases of a rounding schedule; `checkpoints/test_optimizer_state.py` trains and resumes with them.
+Also the phases of a rounding schedule; `test_loading.py` trains and resumes with them.
 """
 
 import dataclasses

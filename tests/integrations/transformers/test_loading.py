@@ -1,19 +1,34 @@
-"""A real Trainer resumes checkpoints of torch's optimizers and of other rounding modes."""
+"""What is loaded from checkpoints: weights into the parameters that are there, states of other optimizers and modes."""
 
 import copy
 import logging
+import operator
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import TrainerCallback
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_lowprec import AdamW, fp32_state_dict
+from hf_lowprec.integrations.transformers.checkpoints.load import keep_low_bits_of_checkpoint, load_in_place
+from hf_lowprec.rounding import fp32_value
+from hf_lowprec.rounding.attached_low_bits import attached_low_bits
+from tests.support.chosen_cases import nightly_except
 from tests.support.optim.optimizer_contents import assert_equal
-from tests.support.training.tiny_trainer import llama, losses, optimizer_of, trained
+from tests.support.training.tiny_trainer import (
+    arguments,
+    assert_same_weights,
+    counting_data,
+    llama,
+    losses,
+    optimizer_of,
+    trained,
+)
 
 SAVING = {"save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
 """Twelve steps in all, with a checkpoint in the middle."""
@@ -42,7 +57,7 @@ def resume(source, tmp_path, optim: str, model=None, **settings):
     """A run of `optim` that resumes from a copy of `source`'s checkpoint of step 6."""
     checkpoint = tmp_path / "checkpoint-6"
     shutil.copytree(Path(source.args.output_dir) / checkpoint.name, checkpoint)
-    return trained(tmp_path, model=model, optim=optim, resume=str(checkpoint), **SAVING, **settings)
+    return trained(tmp_path, model=model, optim=optim, resume=str(checkpoint), **{**SAVING, **settings})
 
 
 def displacement(trainer) -> dict[str, torch.Tensor]:
@@ -105,14 +120,23 @@ def test_a_bf16_checkpoint_of_torch_continues(runs, tmp_path, mode):
     assert losses(resumed)[-1] < losses(source)[0]
     again = trained(tmp_path, optim=mode, resume=str(tmp_path / "checkpoint-12"), max_steps=15, **SAVING)
     whole = resume(source, tmp_path / "whole", mode, max_steps=15)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(again.model.state_dict()[name], value), name
+    assert_same_weights(again, whole)
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "sgd"])
-def test_a_checkpoint_of_another_algorithm_is_refused(runs, tmp_path, optim):
-    with pytest.raises(ValueError, match="without resume_from_checkpoint"):
-        resume(runs(optim), tmp_path, "adamw_bf16_kahan")
+@pytest.mark.parametrize(
+    ("optim", "then", "message"),
+    [
+        ("adafactor", "adamw_bf16_kahan", "without resume_from_checkpoint"),
+        ("sgd", "adamw_bf16_kahan", "without resume_from_checkpoint"),
+        ("adamw_bf16_kahan", "lion_bf16_kahan", "the state of AdamW cannot be loaded into Lion: resume with AdamW"),
+    ],
+)
+def test_a_checkpoint_of_another_algorithm_is_refused(runs, tmp_path, optim, then, message):
+    source = runs(optim)
+    with pytest.raises(ValueError, match=message):
+        resume(source, tmp_path, then)
+    for file in (saved := Path(source.args.output_dir) / "checkpoint-6").iterdir():
+        assert file.read_bytes() == (tmp_path / saved.name / file.name).read_bytes()
 
 
 def test_sgd_continues_in_sgd(runs, tmp_path):
@@ -139,8 +163,7 @@ def test_the_mode_changes_by_the_option_alone(runs, tmp_path, first, then):
     schedule = f"rounding={modes[first]}:0.5|{modes[then]}"
     within = runs(f"adamw_bf16_{first}", optim_args=schedule)
     assert {group["rounding"] for group in optimizer_of(resumed).param_groups} == {modes[then]}
-    for name, value in within.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value), name
+    assert_same_weights(resumed, within)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +206,7 @@ def test_a_schedule_survives_resuming_on_either_side(tmp_path):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "the rounding mode changes")  # the schedule's own changes are no news
             resumed = trained(tmp_path / str(step), resume=str(tmp_path / f"checkpoint-{step}"), **settings)
-        for name, value in whole.model.state_dict().items():
-            assert torch.equal(resumed.model.state_dict()[name], value), (step, name)
+        assert_same_weights(resumed, whole)
 
 
 def test_a_schedule_follows_another_number_of_steps(tmp_path, caplog):
@@ -198,3 +220,110 @@ def test_a_schedule_follows_another_number_of_steps(tmp_path, caplog):
     said = [line for line in caplog.text.splitlines() if "rounding=" in line]
     assert ["'stochastic' from step 7" in said[0], "'kahan' from step 13" in said[1]] == [True, True]
     assert {group["rounding"] for group in optimizer_of(resumed).param_groups} == {"kahan"}
+
+
+def test_options_that_a_checkpoint_replaces_are_said(runs, tmp_path):
+    changed = {"optim_args": "amsgrad=True,state_rounding=nearest", "weight_decay": 0.2, "learning_rate": 2e-3}
+    with pytest.warns(RuntimeWarning, match="replaces options of this AdamW") as caught:
+        resumed = resume(runs("adamw_bf16_kahan"), tmp_path, "adamw_bf16_kahan", **changed)
+    (said,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert "amsgrad=False (was True), state_rounding='stochastic' (was 'nearest'), weight_decay=0.0 (was 0.2); " in said
+    assert "lr=" not in said
+    assert optimizer_of(resumed).param_groups[0]["amsgrad"] is False
+
+
+SCHEDULES = ("linear", "cosine_with_restarts", "reduce_lr_on_plateau")
+
+
+@pytest.mark.parametrize("schedule", nightly_except(SCHEDULES[1:], SCHEDULES))
+def test_nothing_is_said_of_what_schedules_change(tmp_path, schedule):
+    extra = {"eval_strategy": "steps", "eval_steps": 3} if schedule == "reduce_lr_on_plateau" else {}
+    settings = {**SAVING, **extra, "optim": "adamw_bf16_kahan", "lr_scheduler_type": schedule}
+    settings |= {"max_steps": 6, "save_steps": 3, "warmup_steps": 2}
+    trained(tmp_path, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trained(tmp_path, model=llama(), resume=str(tmp_path / "checkpoint-3"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("file", "how"), [("pytorch_model_fsdp.bin", "FSDP with FULL_STATE_DICT"), ("global_step3", "DeepSpeed")]
+)
+def test_a_checkpoint_of_another_engine_is_refused(runs, tmp_path, file, how):
+    saved = Path(runs("adamw_bf16_kahan").args.output_dir) / "checkpoint-6"
+    shutil.copytree(saved, tmp_path / "saved", ignore=shutil.ignore_patterns("hf_lowprec_manifest.json"))
+    (tmp_path / "saved" / file).write_bytes((saved / "scheduler.pt").read_bytes())
+    with pytest.raises(ValueError, match=rf"saved under {how}, but .*hf-lowprec export"):
+        trained(tmp_path, optim="adamw_bf16_kahan", resume=str(tmp_path / "saved"), **SAVING)
+
+
+# Weights.
+
+
+def test_values_move_and_parameters_stay():
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
+    kept, untouched = model[0].weight, model[1].weight
+    with load_in_place(model):
+        model[0].weight = nn.Parameter(torch.full((2, 2), 3.0))
+        model[0].bias = resized = nn.Parameter(torch.ones(5))
+    assert model[0].weight is kept and model[1].weight is untouched
+    assert kept.dtype == torch.bfloat16 and kept.requires_grad
+    assert torch.equal(kept, torch.full((2, 2), 3.0, dtype=torch.bfloat16))
+    assert model[0].bias is resized, "another shape cannot move"
+
+
+@pytest.mark.parametrize("keeping", [False, True])
+def test_low_bits_are_kept_if_asked_for_and_if_there_are_any(keeping):
+    dtypes = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+    model = nn.ParameterList(torch.zeros(3, dtype=before) for before, _ in dtypes)
+    old, exact = list(model), 1 + 2**-12
+    with load_in_place(model, keeping_low_bits=keeping):
+        for k, (_, after) in enumerate(dtypes):
+            model[k] = nn.Parameter(torch.full((3,), exact, dtype=after))
+    assert all(map(operator.is_, model, old))
+    assert [attached_low_bits(param) is not None for param in model] == [keeping, False, False]
+    if keeping:
+        assert torch.equal(fp32_value(model[0].detach(), attached_low_bits(model[0])), torch.full((3,), exact))
+
+
+def test_weights_that_are_not_those_of_the_file_have_none(tmp_path):
+    model, exact = nn.ParameterDict({"loaded": torch.ones(3), "changed": torch.zeros(3)}).bfloat16(), 1 + 2**-12
+    save_file({name: torch.full((3,), exact) for name in model}, tmp_path / "model.safetensors")
+    assert keep_low_bits_of_checkpoint(model, tmp_path) == 1
+    loaded = model["loaded"]
+    assert torch.equal(fp32_value(loaded.detach(), attached_low_bits(loaded)), torch.full((3,), exact))
+    assert attached_low_bits(model["changed"]) is None
+
+
+def norms(tensors: Any) -> dict[str, torch.Tensor]:
+    found = {name: tensor.detach().clone() for name, tensor in dict(tensors).items() if "norm" in name}
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    return found
+
+
+def pretrained() -> LlamaForCausalLM:
+    """Its norms are no longer ones."""
+    model = llama()
+    with torch.no_grad():
+        for k, (name, parameter) in enumerate(model.named_parameters()):
+            if "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)), alpha=0.1)
+    return model
+
+
+def test_the_report_says_when_norms_arrive_rounded_and_what_it_advises_keeps_all_bits(tmp_path, capsys):
+    settings = {"optim": "adamw_bf16_kahan", "learning_rate": 2e-5, "max_steps": 3}
+    first = trained(tmp_path / "first", model=pretrained(), **settings)
+    assert "were loaded in" not in capsys.readouterr().out
+    first.save_model(str(tmp_path / "saved"))
+    learnt = norms(first.model.named_parameters())
+    for dtype, said in ((None, 1), (torch.float32, 0)):
+        options = {} if dtype is None else {"dtype": dtype}
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "saved", **options)
+        trainer = Trainer(model, arguments(tmp_path / "again", **settings), train_dataset=counting_data())
+        kept = norms(model.named_parameters())
+        assert all(torch.equal(kept[name], learnt[name]) for name in learnt) == (not said)
+        trainer.train()
+        out = capsys.readouterr().out
+        assert out.count("were loaded in bfloat16") == said
+        assert out.count("from_pretrained(…, dtype=torch.float32)") == said
