@@ -34,19 +34,14 @@ def nearest(params, lr: float) -> hf_lowprec.SGD:
     return hf_lowprec.SGD(params, lr=lr, rounding="nearest")
 
 
-def test_updates_of_a_tenth_of_a_spacing_are_lost():
-    precision = measured(nearest([weights()], lr=2.0**-7 / 10))
-    numbers = precision.by_kind["all"]
-    assert numbers["lost_updates"] == 1
+@pytest.mark.parametrize(("lr", "lost"), [(2.0**-7 / 10, 1), (2.0**-8, 0)])
+def test_updates_of_a_tenth_of_a_spacing_are_lost_and_those_of_a_spacing_are_stored(lr, lost):
+    """Below 1, where the updates go, the spacing is 2^-8."""
+    numbers = measured(nearest([weights()], lr=lr)).by_kind["all"]
+    assert numbers["lost_updates"] == pytest.approx(lost, abs=1e-6)
     assert numbers["lost_updates_error"] < 0.05
-    assert numbers["never_moved"] == 1
-    assert numbers["update_to_weight"] == pytest.approx(2.0**-7 / 10, rel=1e-6)
-
-
-def test_updates_of_a_spacing_are_stored():
-    numbers = measured(nearest([weights()], lr=2.0**-8)).by_kind["all"]  # below 1 the spacing is 2^-8
-    assert numbers["lost_updates"] == pytest.approx(0, abs=1e-6)
-    assert numbers["never_moved"] == 0
+    assert numbers["never_moved"] == lost
+    assert numbers["update_to_weight"] == pytest.approx(lr, rel=1e-6)
 
 
 @pytest.mark.parametrize(("lr", "changed"), [(2.0**-7 / 10, 0), (2.0**-8, 1)])
@@ -196,17 +191,13 @@ def test_accelerates_wrapper_is_taken_off():
     assert monitor.optimizer is optimizer
 
 
-def test_a_skipped_step_is_no_measurement():
+def test_a_skipped_step_and_one_with_a_closure_are_no_measurement():
     optimizer = hf_lowprec.SGD([weights()], lr=1e-3, skip_nonfinite=True)
     monitor = hf_lowprec.PrecisionMonitor(optimizer)
     assert measured(optimizer, monitor=monitor) is not None
     assert measured(optimizer, float("nan"), monitor) is None
     assert monitor.findings() == []
-
-
-def test_a_step_with_a_closure_is_no_measurement():
-    optimizer = torch.optim.SGD([weights()], lr=1e-3)
-    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    assert measured(optimizer, monitor=monitor) is not None
     monitor.measure_next_step()
     optimizer.step(lambda: torch.zeros(()))
     assert monitor.last is None

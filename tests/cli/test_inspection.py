@@ -1,4 +1,7 @@
-"""Each finding once, on a defect made by real training; runs of the stock Trainer and of ours, and ordinary things."""
+"""Each finding once, on a defect made by real training; runs of the stock Trainer and of ours, and ordinary things.
+
+What is counted in a tensor, against rounding and subtraction of every element.
+"""
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from transformers import (
 
 import hf_lowprec
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
-from hf_lowprec.tools.inspection import inspect_checkpoints
+from hf_lowprec.tools import inspection
+from hf_lowprec.tools.inspection import inspect_checkpoints, tensor_facts
 from tests.support.training.tiny_trainer import LENGTH, arguments, counting_data, llama
 
 BF16 = torch.bfloat16
@@ -208,3 +212,37 @@ def test_a_base_model_has_names_without_prefix(tmp_path):
     llama().save_pretrained(tmp_path / "other")
     with pytest.raises(InputError, match="no tensor of the same name and shape"):
         findings(tmp_path / "base", tmp_path / "other")
+
+
+def numbers(seed: int) -> torch.Tensor:
+    return torch.randn(999, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_lost_weights_are_those_that_rounding_leaves_where_they_are(dtype, monkeypatch):
+    monkeypatch.setattr(inspection, "CHUNK", 100)
+    weights = numbers(0).to(dtype)
+    update = torch.finfo(dtype).eps / 4
+    lost = sum((weight + update) == weight for weight in weights.to(dtype))  # torch rounds to nearest
+    assert tensor_facts(weights, update).lost == int(lost) and 100 < lost < 900
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_what_moved_and_how_far(dtype, monkeypatch):
+    monkeypatch.setattr(inspection, "CHUNK", 100)
+    earlier, later = numbers(0), numbers(0).to(dtype)
+    later[::3] += numbers(1).to(dtype)[::3].abs() + 1
+    facts = tensor_facts(later, 0.0, earlier)
+    before = earlier.to(dtype).double()
+    assert facts.moved == 333 == int(facts.exponents[1].sum()) and int(facts.exponents.sum()) == 999
+    assert facts.distance == pytest.approx(float((later.double() - before).square().sum()), rel=1e-5)
+    assert facts.norm == pytest.approx(float(before.square().sum()), rel=1e-5)
+    assert int(facts.exponents[:, 127].sum()) == int(((before.abs() >= 1) & (before.abs() < 2)).sum())
+
+
+def test_values_at_the_start_and_not_finite():
+    ones, zeros = torch.ones(7), torch.zeros(7)
+    assert tensor_facts(ones, 0.0).at_start and tensor_facts(zeros, 0.0).at_start
+    assert not tensor_facts(torch.cat((ones, zeros)), 0.0).at_start and not tensor_facts(torch.empty(0), 0.0).at_start
+    assert tensor_facts(torch.tensor([1, torch.nan, -torch.inf]), 0.0).nonfinite == 2
+    assert tensor_facts(ones, 0.0).moved is None

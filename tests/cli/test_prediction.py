@@ -1,0 +1,258 @@
+"""What `hf-lowprec doctor MODEL` computes: the planned run is Trainer's, spacings are the distances of numbers to their
+neighbors, the sizes of updates are those of optimizers on noise, and losses and noise are those of rounding itself.
+"""
+
+import math
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import hf_lowprec
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+from hf_lowprec.rounding.nearest import spacings_by_exponent
+from hf_lowprec.tools.prediction import (
+    PREDICTED_MODES,
+    Directions,
+    count_spacings,
+    magnitudes,
+    noise_directions,
+    plan_run,
+    round_updates,
+)
+from tests.support.training.tiny_trainer import arguments, counting_data, llama
+
+BETAS = {"adamw": (0.9, 0.999), "adam": (0.8, 0.999), "stableadamw": (0.9, 0.999), "lion": (0.9, 0.99)}
+CLASSES = {"adamw": "AdamW", "adam": "Adam", "stableadamw": "StableAdamW", "lion": "Lion"}
+
+
+def plan(optim="adamw_torch", lr=1e-3, scheduler="linear", warmup=0, wd=0.0):
+    return plan_run(optim, lr, 10, scheduler, warmup, wd)
+
+
+class LearningRates(TrainerCallback):
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"])
+def test_learning_rates_are_those_of_trainer(tmp_path, scheduler):
+    recorded = LearningRates()
+    args = arguments(tmp_path, learning_rate=1e-3, lr_scheduler_type=scheduler, warmup_steps=0.3, max_steps=10)
+    Trainer(llama(), args, train_dataset=counting_data(), callbacks=[recorded]).train()
+    assert plan(scheduler=scheduler, warmup=0.3).learning_rates == recorded.rates
+
+
+@pytest.mark.parametrize(
+    ("optim", "betas", "rounding", "weight_decay"),
+    [
+        ("adamw_torch", (0.9, 0.999), "nearest", 0),  # decays by a multiplication of its own
+        ("adamw_torch_fused", (0.9, 0.999), "nearest", 0.1),
+        ("adamw_bf16_kahan", (0.9, 0.999), "kahan", 0.1),
+        ("lion_bf16_sr", (0.9, 0.99), "stochastic", 0.1),
+        ("adam_bf16_kahan", (0.9, 0.999), "kahan", 0),  # an L2 penalty is part of the gradient
+    ],
+)
+def test_betas_rounding_and_weight_decay_come_from_the_optimizer(optim, betas, rounding, weight_decay):
+    run = plan(optim, wd=0.1)
+    assert (run.betas, run.rounding, run.weight_decay) == (betas, rounding, weight_decay)
+
+
+def test_torchs_unfused_adamw_decays_separately_and_the_fused_one_does_not():
+    """Decay and update are each too small for 1.25, together they are not."""
+    results = {}
+    for fused in (False, True):
+        weight = torch.nn.Parameter(torch.full((64,), 1.25, dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW([weight], lr=0.9 * 2.0**-8, weight_decay=0.5, fused=fused, foreach=not fused)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        results[fused] = weight[0].item()
+    assert results == {False: 1.25, True: 1.25 - 2.0**-7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, "--lr 0 is not positive"),
+        ({"lr": float("nan")}, "--lr nan is not positive"),
+        ({"scheduler": "slow"}, "slow is not a valid SchedulerType"),
+        ({"scheduler": "reduce_lr_on_plateau"}, "requires an eval strategy"),
+        ({"scheduler": "warmup_stable_decay"}, "--scheduler warmup_stable_decay: .*; name one that needs no arguments"),
+    ],
+)
+def test_what_cannot_be_planned(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_every_name_is_planned_or_says_why():
+    for name in (*OPTIMIZER_NAMES, "adafactor"):
+        if "_bf16_" in name and name.split("_bf16_")[0] in ("adafactor", "adam", "adamw", "stableadamw", "lion"):
+            assert len(plan(name).learning_rates) == 10
+        else:
+            with pytest.raises(ValueError, match="are not predicted; valid are adamw_torch, adamw_torch_fused, "):
+                plan(name)
+
+
+def neighbor(numbers: torch.Tensor, direction: int) -> torch.Tensor:
+    """The next BF16 number of larger (1) or smaller (-1) magnitude, found by counting the bit pattern."""
+    pattern = numbers.view(torch.int16).int() & 0x7FFF
+    return (pattern + direction).clamp(min=0).to(torch.int16).view(torch.bfloat16).double()
+
+
+def test_spacings_are_the_distances_to_both_neighbors():
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.abs() < torch.finfo(torch.bfloat16).max]  # its larger neighbor is infinite
+    above = neighbor(numbers, 1) - numbers.abs().double()
+    below = torch.where(numbers == 0, above, numbers.abs().double() - neighbor(numbers, -1))
+    expected = {
+        spacing: float((above == spacing).sum() + (below == spacing).sum()) / 2
+        for spacing in torch.cat((above, below)).unique().tolist()
+    }
+    spacings, found = spacings_by_exponent(torch.bfloat16).tolist(), {}
+    for spacing, count in zip(spacings, count_spacings(numbers).tolist(), strict=True):  # two share the smallest
+        found[spacing] = found.get(spacing, 0) + count
+    assert {spacing: count for spacing, count in found.items() if count} == expected
+
+
+def test_tensors_are_rounded_to_bf16_and_read_in_chunks(monkeypatch):
+    weights = torch.randn(50, 21)
+    whole = count_spacings(weights)
+    assert torch.equal(whole, count_spacings(weights.bfloat16()))
+    monkeypatch.setattr("hf_lowprec.tools.prediction.CHUNK", 64)
+    assert torch.equal(whole, count_spacings(weights))
+    assert whole.sum() == weights.numel()
+
+
+def test_numbers_that_are_not_finite_are_left_out():
+    assert count_spacings(torch.tensor([float("inf"), float("nan"), -float("inf"), 1.5])).sum() == 1
+    assert count_spacings(torch.empty(0)).sum() == 0
+
+
+def test_magnitudes_are_those_of_uniform_numbers():
+    numbers = 1 + (torch.arange(10**5, dtype=torch.float64) + 0.5) / 10**5
+    torch.testing.assert_close(magnitudes()[127], numbers.square().mean().sqrt())
+
+
+def updates_of_noise(algorithm: str, elements: int, steps: int) -> torch.Tensor:
+    """The directions of all steps, `(steps, elements)`: changes of FP32 weights at a learning rate of 1."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(elements))
+    cls = getattr(hf_lowprec, CLASSES[algorithm])
+    optimizer = cls([weight], lr=1.0, betas=BETAS[algorithm], weight_decay=0.0)
+    directions = []
+    for _ in range(steps):
+        weight.data.zero_()
+        weight.grad = torch.randn(elements)
+        optimizer.step()
+        directions.append(weight.detach().clone())
+    return torch.stack(directions).double()
+
+
+@pytest.mark.parametrize("algorithm", BETAS)
+def test_sizes_in_every_step(algorithm):
+    """The mean of 20000 squares of about normal numbers is known to √(2/20000) = 1%, its root to 0.5%; five times."""
+    steps = torch.arange(1, 61)
+    directions = noise_directions(algorithm, BETAS[algorithm])
+    predicted = directions.sample.square().mean().sqrt() * directions.growth(steps.double())
+    measured = updates_of_noise(algorithm, 20000, 60).square().mean(1).sqrt()
+    # That of StableAdamW is divided by the RMS of g²/v, which is 1 only on average.
+    torch.testing.assert_close(measured, predicted, rtol=0.04 if algorithm == "stableadamw" else 0.025, atol=0)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_persistence_is_the_variance_of_the_displacement(algorithm):
+    """Over 600 steps, the first 100 left out. Sums have few correlation times, so an end effect of 100/500 is possible
+    for Lion and 10/500 for Adam; 2000 elements determine a variance to √(2/2000) = 3%."""
+    directions = updates_of_noise(algorithm, 2000, 600)[100:]
+    measured = float(directions.sum(0).square().mean() / directions.square().mean() / len(directions))
+    predicted = noise_directions(algorithm, BETAS[algorithm]).persistence
+    assert measured == pytest.approx(predicted, rel=0.25 if algorithm == "lion" else 0.12)
+
+
+def normal_directions(size: float) -> Directions:
+    quantiles = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
+    return Directions(size * math.sqrt(2) * torch.erfinv(quantiles), 0.0, 1.0)
+
+
+@pytest.mark.parametrize("sigma_in_spacings", [0.15, 0.26, 0.5, 1, 3, 40])
+def test_nearest_loses_what_the_closed_form_says(sigma_in_spacings):
+    """That of the module's docstring. One element of 4096 may be just above or below half a spacing, and contributes
+    `½ / sigma_in_spacings²`."""
+    weight, spacing = torch.full((1,), 1.5 * 2**-6), 2.0**-13
+    terms = (math.exp(-(((j + 0.5) / sigma_in_spacings) ** 2) / 2) for j in range(1000))
+    expected = 1 - math.sqrt(2 / math.pi) * sum(terms) / sigma_in_spacings
+    rates, storage = [sigma_in_spacings * spacing], PREDICTED_MODES["nearest"]
+    rounded = round_updates(count_spacings(weight), normal_directions(1.0), rates, [100], 0.0, *storage)
+    assert rounded.lost == pytest.approx(expected, abs=0.5 / sigma_in_spacings**2 / 4096 + 1e-4)
+    assert sigma_in_spacings != 0.26 or expected == pytest.approx(0.5, abs=0.03)  # 1 / 3.8
+
+
+@pytest.mark.parametrize("rate", [1e-3, 2e-4, 1e-5])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_nearest_loses_what_torchs_rounding_loses(rate, decay):
+    """Weights of all magnitudes; without decay also powers of two, such as norms at 1.0. Decay has one direction, so
+    it meets only one of their two spacings, but there are few in a decayed matrix. 3e5 weights determine a share to 1%.
+    """
+    torch.manual_seed(0)
+    others = torch.randn(100_000) if decay else 2.0 ** torch.randint(-9, 1, (100_000,))
+    weights = torch.cat((0.03 * torch.randn(200_000), others)).bfloat16()
+    update = -rate * (0.23 * torch.randn(len(weights), dtype=torch.float64) + decay * weights.double())
+    stored = (weights.double() + update).float().bfloat16().double() - weights.double()
+    measured = 1 - float((update * stored).sum() / update.square().sum())
+    storage = PREDICTED_MODES["nearest"]
+    rounded = round_updates(count_spacings(weights), normal_directions(0.23), [rate], [100], decay, *storage)
+    assert rounded.lost == pytest.approx(measured, abs=0.02)
+
+
+def trained_on_noise(rounding: str, lr: float, steps: int = 200) -> tuple[torch.Tensor, float, float]:
+    """A BF16 weight before AdamW steps on noise; the lost updates of the last step; and how far the weight, with its
+    remainder, is then from its FP32 twin, relative to how far that has moved."""
+    torch.manual_seed(0)
+    start = (0.02 * torch.randn(20_000)).bfloat16()
+    low, high = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
+    options = {"weight_decay": 0.0, "state_dtype": torch.float32, "rounding": rounding}
+    optimizer, twin = hf_lowprec.AdamW([low], lr=lr, **options), torch.optim.AdamW([high], lr=lr, weight_decay=0.0)
+    master = start.double()
+    for _ in range(steps):
+        high.grad = torch.randn(len(start)).bfloat16().float()
+        low.grad = high.grad.bfloat16()
+        optimizer.step()
+        twin.step()
+        state, before, master = optimizer.state[low], master, low.detach()
+        if rounding == "split":
+            master = ((master.view(torch.int16).int() << 16) + state["remainder"]).view(torch.float32)
+        master = master.double()
+    first, second = state["exp_avg"].double() / (1 - 0.9**steps), state["exp_avg_sq"].double() / (1 - 0.999**steps)
+    update = -lr * first / (second.sqrt() + 1e-8)
+    lost = 1 - float((update * (master - before)).sum() / update.square().sum())
+    exact = high.detach().double()
+    return start, lost, float((master - exact).norm() / (exact - start.double()).norm())
+
+
+def predicted(start: torch.Tensor, lr: float, mode: str, steps: int = 200):
+    directions, every = noise_directions("adamw", (0.9, 0.999)), [*range(1, steps + 1)]
+    return round_updates(count_spacings(start), directions, [lr] * steps, every, 0.0, *PREDICTED_MODES[mode])
+
+
+# Split weights lose what FP32 weights lose: updates below about 1e-9.
+@pytest.mark.parametrize(
+    ("mode", "lr"), [*(("nearest", lr) for lr in (3e-4, 1e-4, 2e-5)), *(("split", lr) for lr in (1e-6, 3e-9, 1e-9))]
+)
+def test_lost_updates_in_an_optimizer(mode, lr):
+    start, lost, _ = trained_on_noise(mode, lr)
+    rounded = predicted(start, lr, mode)
+    assert 1 - float((rounded.stored / rounded.square)[-1]) == pytest.approx(lost, abs=0.02)
+    assert mode == "nearest" or (lost > 0.1) == (lr < 1e-8)
+
+
+@pytest.mark.parametrize("lr", [3e-4, 1e-5])
+def test_noise_in_an_optimizer(lr):
+    """The displacement of 200 steps lacks that of the ten that momentum still holds, an effect of up to 5%."""
+    start, _, noise = trained_on_noise("stochastic", lr)
+    rounded = predicted(start, lr, "stochastic")
+    assert rounded.noise == pytest.approx(noise, rel=0.1)
+    assert torch.allclose(rounded.stored, rounded.square)
