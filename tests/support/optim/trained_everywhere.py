@@ -35,7 +35,6 @@ STATE_DTYPES = (BF16, FP32, torch.int8)
 EVERY_MODE = [(BF16, {"rounding": rounding, "state_dtype": dtype}) for rounding in MODES for dtype in STATE_DTYPES]
 EVERY_MODE += [(BF16, {"rounding": "kahan", "state_rounding": "nearest"}), (FP32, {"rounding": "kahan"})]
 EVERY_MODE += [(FP16, {"rounding": "kahan"}), (FP16, {"rounding": "nearest"})]
-TWO_MODES = [(BF16, {"rounding": "kahan"}), (BF16, {"rounding": "stochastic", "state_dtype": torch.int8})]
 
 
 def values_of_every_kind(like: Tensor, generator: torch.Generator) -> Tensor:
