@@ -59,6 +59,15 @@ def test_backends_agree(other, name, options, mode, layout, values):
             assert weight[::9].isfinite().all() or name in OF_WHOLE_TENSORS
 
 
+@pytest.mark.parametrize(("other", "layout"), [("native", "chunks"), ("triton", "small")])
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_backends_agree_on_extreme_blocks_in_8_bits(other, layout, rounding):
+    if other == "triton":
+        require_triton()
+    options = {"rounding": rounding, "state_dtype": INT8}
+    assert same(*(trained("AdamW", BF16, backend, layout, "extreme", **options) for backend in (other, "eager")))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_element_is_its_place_in_the_tensor_and_not_its_address(name):
     views, copies = (
