@@ -18,7 +18,8 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from hf_lowprec.optim import ALGORITHMS, AdamW, Lion, Muon
-from hf_lowprec.optim.arguments import EXECUTION_ARGUMENTS, keywords
+from hf_lowprec.optim.arguments import EXECUTION_ARGUMENTS, SHARED, keywords
+from tests.support.optim.optimizer_contents import refuses, train
 
 SECOND_IN_FP32 = {"exp_avg_sq": torch.float32}
 TEXTS = [
@@ -128,7 +129,8 @@ REFUSED = [
       for name in ("amsgrad", "maximize") for value in NO_BOOLEANS),
     *((name, value, "{name}={value!r} is not True or False")
       for name in ("skip_nonfinite", "gradient_release", "offload_states") for value in NO_BOOLEANS),
-    *(("seed", value, "seed={value!r} in param group 0 is not an integer") for value in ("1.5", 1.5, True)),
+    *((name, value, "{name}={value!r} in param group 0 is not an integer")
+      for name in ("seed", "first_parameter") for value in ("1.5", 1.5, True)),
     *(("betas", (value, 0.9), "betas[0]={value[0]!r} is invalid; it must be a number >= 0 and < 1")
       for value in ("much", True, 1.0, -0.1)),
     ("lr", 1e39, "a number >= 0 that FP32 can hold (up to 3.4e38)"),
@@ -136,9 +138,13 @@ REFUSED = [
     *(("lr", torch.tensor(value), "is invalid; it must be a number") for value in (1 + 1j, True, [0.1, 0.1])),
     ("lr", 1e38, "lr=1e+38 and the other hyperparameters give step_size=1e+39, which FP32 cannot hold (up to 3.4e38)"),
     ("betas", "0.9", "betas=(0.9,) in param group 0 is invalid; it must be 2 numbers, as (0.9, 0.999)"),
-    ("first_parameter", "first", "first_parameter='first' in param group 0 is not an integer"),
     ("first_parameter", -1, "first_parameter=-1 is invalid; it must be an integer >= 0"),
     ("rounding", "kahn", "rounding='kahn' in param group 0 is unknown; valid are 'kahan', 'split', 'stochastic'"),
+    ("rounding", None, "rounding=None in param group 0 is unknown; valid are 'kahan', 'split', 'stochastic'"),
+    ("state_rounding", "kahan", "state_rounding='kahan' in param group 0 is unknown; valid are 'stochastic'"),
+    *(("state_dtype", value, "state_dtype={value} in param group 0 is not supported; use bfloat16, float32 or int8")
+      for value in (torch.float16, torch.int32, torch.uint8)),
+    ("state_dtype", {"velocity": "fp32"}, "state_dtype names the state 'velocity' in param group 0"),
     ("state_dtype", "float8", "state_dtype='float8' in param group 0 is not supported; use bfloat16, float32 or int8"),
     ("state_dtype", "exp_avg:float8", "state_dtype='float8' in param group 0 is not supported"),
     ("state_dtype", "exp_avg:int8|float32", "state_dtype names the state 'float32' in param group 0; this"),
@@ -159,6 +165,50 @@ def test_what_is_no_value_is_refused_in_the_same_words_everywhere(route, name, v
         build = lambda name, value: hf_lowprec.optimizer_factory("adamw_bf16_kahan", **{name: value})  # noqa: E731
     with pytest.raises(ValueError, match=re.escape(message.format(name=name, value=value))):
         build(name, value)
+
+
+NONNEGATIVE, SHARE = ("a number >= 0", [-1e-9], [0.0]), ("a number >= 0 and < 1", [-1e-9, 1.0], [0.0, 0.999])
+RANGES = {
+    **dict.fromkeys(["lr", "eps", "weight_decay", "square_eps", "d_coef", "ns_eps"], NONNEGATIVE),
+    **dict.fromkeys(["betas", "beta1", "Muon momentum"], SHARE),
+    **dict.fromkeys(["dampening", "ns_coefficients"], ("a number", [], [-1.0, 2.0])),
+    "SGD momentum": ("a number >= 0", [-1e-9], [0.0, 1.0]),
+    "beta2_decay": ("a number <= 0", [1e-9], [0.0, -2.0]),
+    "d": ("a number >= 1", [0.99], [1.0]),
+    "d0": ("a number > 0", [0.0, -1.0], [1e-9]),
+    "warmup_steps": ("an integer >= 0", [-1], [0, 3]),
+    "ns_steps": ("an integer >= 1 and < 100", [0, 100], [1, 99]),
+}
+"""Hyperparameters → what is valid in words, the first values that are not, and the last that are."""
+HYPERPARAMETERS = [
+    (algorithm, name)
+    for algorithm, cls in ALGORITHMS.items()
+    for name in keywords(cls).keys() - SHARED.keys() - {"matrices", "adjust_lr_fn"}
+]
+
+
+@pytest.mark.parametrize(("algorithm", "name"), sorted(HYPERPARAMETERS))
+def test_hyperparameters_out_of_their_ranges_are_refused_and_leave_no_trace(algorithm, name):
+    cls, default = ALGORITHMS[algorithm], keywords(ALGORITHMS[algorithm])[name]
+    optimizer = cls([nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))])
+    train(optimizer, 1)
+    if isinstance(default, bool):
+        words, refused, accepted = "not True or False", NO_BOOLEANS, [default]
+    else:
+        words, outside, accepted = RANGES.get(f"{algorithm} {name}") or RANGES[name]
+        refused = [*outside, "fast", True, 1j, float("nan"), float("inf")]
+    if isinstance(default, tuple):
+        places = range(len(default))
+        refused = [(*default[:k], value, *default[k + 1 :]) for k in places for value in refused]
+        refused += [default[0], default[1:], (*default, 0.5)]
+        accepted = [(*default[:k], value, *default[k + 1 :]) for k in places[1:] for value in accepted]
+    for value in refused:
+        with pytest.raises(ValueError, match=rf"^{name}.*(not an integer|{words}|must be \d numbers)"):
+            cls([nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))], **{name: value})
+        group = {"params": [nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], name: value}
+        refuses(lambda group=group: optimizer.add_param_group(group), optimizer, [name])
+    for value in accepted:
+        cls([nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))], **{name: value})
 
 
 @pytest.mark.parametrize(

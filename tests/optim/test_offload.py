@@ -261,5 +261,3 @@ def test_what_is_refused(simulate):
         StableAdamW(params, offload_states=True)
     with pytest.raises(ValueError, match="backend='triton' steps on a GPU"):
         Lion(params, offload_states=True, backend="triton")
-    with pytest.raises(ValueError, match="offload_states=2"):
-        AdamW(params, offload_states=2)
