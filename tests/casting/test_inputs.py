@@ -5,10 +5,11 @@ import copy
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import field, make_dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers.modeling_outputs import BaseModelOutput
@@ -16,9 +17,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.input_downcast import losses_mix_dtypes
 from hf_lowprec.casting.module_hooks import install_model_output_upcast
+from tests.support.every_architecture.tiny_configs import tiny_config
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP16, FP32, assert_downcast, gradient_dtypes, hook_counts
-from tests.support.models.vision_and_speech_models import whisper
 
 exact_labels = pytest.mark.skipif(not losses_mix_dtypes(), reason="this torch's losses do not mix formats")
 NUMBER = torch.tensor([257.3, 0.07])
@@ -215,10 +216,12 @@ def test_only_models_round_their_inputs() -> None:
 
 
 def test_generation_calls_the_encoder_alone() -> None:
-    model, batch = whisper()
+    torch.manual_seed(0)
+    model_class = transformers.WhisperForConditionalGeneration
+    model = model_class(cast(transformers.WhisperConfig, tiny_config(model_class, "whisper")))
     report = cast_model(model.eval())
     assert {"", "model", "model.encoder", "model.decoder"} <= set(report.inputs)
-    features = batch["input_features"]
+    features = torch.randn(2, model.config.num_mel_bins, 2 * model.config.max_source_positions)
     for given in (features, features.to(BF16)):
         assert model.get_encoder()(given).last_hidden_state.dtype == BF16
     tokens = [model.generate(given, max_new_tokens=5, do_sample=False) for given in (features, features.to(BF16))]

@@ -4,18 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.support.every_architecture.tiny_labels import Batch, find
 
 
-def _codes(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _codes(config: Any, name: str) -> Batch:
     return {"input_ids": torch.randint(0, 32, (2 * config.num_codebooks, 6))}
 
 
-def _prompted(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _prompted(config: Any, name: str) -> Batch:
     tokens = torch.randint(64, 96, (2, 12))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if config.model_type == "musicgen_melody":
@@ -23,8 +20,7 @@ def _prompted(model: nn.Module) -> Batch:
     return {**batch, "labels": torch.randint(3, 32, (2, 6, config.decoder.num_codebooks))}
 
 
-def _read_aloud(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _read_aloud(config: Any, name: str) -> Batch:
     config = getattr(config, "model_config", config)
     tokens, frames = torch.randint(8, 64, (2, 6)), 2
     return {
@@ -36,9 +32,8 @@ def _read_aloud(model: nn.Module) -> Batch:
     }
 
 
-def _spoken(model: nn.Module) -> Batch:
-    config: Any = model.config
-    if "TextToSpeech" in type(model).__name__:
+def _spoken(config: Any, name: str) -> Batch:
+    if "TextToSpeech" in name:
         tokens = torch.randint(8, 64, (2, 12))
         voice = torch.randn(2, config.speaker_embedding_dim)
         frames = torch.randn(2, 8, config.num_mel_bins)
@@ -52,28 +47,25 @@ def _spoken(model: nn.Module) -> Batch:
     return {**states, "attention_mask": torch.ones(2, 8).long()}
 
 
-def _features(*, width: str, times: int = 1, frames: int = 64, mask: str = "") -> Callable[[nn.Module], Batch]:
+def _features(*, width: str, times: int = 1, frames: int = 64, mask: str = "") -> Callable[[Any, str], Batch]:
     """Frames as wide as that field of the config says, so many times."""
 
-    def make(model: nn.Module) -> Batch:
-        config: Any = model.config
+    def make(config: Any, name: str) -> Batch:
         batch: Batch = {"input_features": torch.randn(2, frames, times * find(config, width))}
         batch |= {mask: torch.ones(2, frames).long()} if mask else {}
-        return {**batch, "labels": torch.randint(64, 96, (2, 5))} if "ForCTC" in type(model).__name__ else batch
+        return {**batch, "labels": torch.randint(64, 96, (2, 5))} if "ForCTC" in name else batch
 
     return make
 
 
-def _mel(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _mel(config: Any, name: str) -> Batch:
     if config.model_type == "gemma3n_audio":
         return {"audio_mel": torch.randn(2, 64, config.input_feat_size), "audio_mel_mask": torch.zeros(2, 64).bool()}
     mel = config.subsampling_conv_channels[0]
     return {"input_features": torch.randn(2, 64, mel), "attention_mask": torch.ones(2, 64).bool()}
 
 
-def _windows(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _windows(config: Any, name: str) -> Batch:
     frames = 4 * config.n_window
     return {
         "input_features": torch.randn(2, config.num_mel_bins, frames),
@@ -81,77 +73,59 @@ def _windows(model: nn.Module) -> Batch:
     }
 
 
-def _waves(model: nn.Module) -> Batch:
+def _waves(config: Any, name: str) -> Batch:
     """Of a length that many strides divide; with a text, if the model is one of both."""
-    config: Any = model.config
     if config.model_type == "muse_spark_audio":
         return {"input_values": torch.randn(2, 1920)}
-    if type(model).__name__ == "VibeVoiceAcousticTokenizerEncoderModel":
+    if name == "VibeVoiceAcousticTokenizerEncoderModel":
         return {"hidden_states": torch.randn(2, 1, 6400)}
     batch: Batch = {"input_values": torch.randn(2, 1, 5760)}
     return {**batch, "input_ids": torch.randint(64, 96, (2, 12))} if config.model_type == "pe_audio" else batch
 
 
-def _waves_and_features(model: nn.Module) -> Batch:
-    width = find(model.config, "feature_projection_input_dim")  # type: ignore[arg-type]
+def _waves_and_features(config: Any, name: str) -> Batch:
+    width = find(config, "feature_projection_input_dim")
     return {"input_values": torch.randn(2, 1, 2560), "input_features": torch.randn(2, 8, width)}
 
 
-def _latents(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _latents(config: Any, name: str) -> Batch:
     name = "hidden_states" if config.model_type.startswith("vibevoice") else "latents"
     return {name: torch.randn(2, config.hidden_size, 4)}
 
 
-def _alongside(model: nn.Module) -> Batch:
+def _alongside(config: Any, name: str) -> Batch:
     """As many frames as the text has tokens, once they are convolved and joined."""
-    config: Any = model.config
     tokens = torch.randint(64, 96, (2, 12))
     frames = torch.randn(2, find(config, "num_mel_bins"), 96)
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "input_features": frames}
-    return {**batch, "labels": tokens} if "For" in type(model).__name__ else batch
+    return {**batch, "labels": tokens} if "For" in name else batch
 
 
-def _states(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _states(config: Any, name: str) -> Batch:
     return {"inputs_embeds": torch.randn(2, 8, config.hidden_size)}
 
 
-def _text_and_codes(model: nn.Module) -> Batch:
-    config: Any = model.config
+def _text_and_codes(config: Any, name: str) -> Batch:
     tokens = torch.randint(3, 32, (2, 6, config.num_codebooks + 1))
-    return {"input_ids": tokens, "labels": tokens[..., 0]} if "For" in type(model).__name__ else {"input_ids": tokens}
+    return {"input_ids": tokens, "labels": tokens[..., 0]} if "For" in name else {"input_ids": tokens}
 
 
 # By model type or class.
-SOUNDS: dict[str, Callable[[nn.Module], Batch]] = {
-    "MusicgenForCausalLM": _codes,
-    "MusicgenModel": _codes,
-    "MusicgenForConditionalGeneration": _prompted,
-    "MusicgenMelodyForCausalLM": _codes,
-    "MusicgenMelodyModel": _codes,
-    "MusicgenMelodyForConditionalGeneration": _prompted,
-    "fastspeech2_conformer": _read_aloud,
-    "fastspeech2_conformer_with_hifigan": _read_aloud,
-    "SpeechT5ForTextToSpeech": _spoken,
-    "SpeechT5Model": _spoken,
-    "gemma3n_audio": _mel,
-    "gemma4_audio": _mel,
-    "granite_speech5_ctc": _features(width="num_mel_bins", times=4),
-    "granite_speech5_encoder": _features(width="num_mel_bins", times=4),
+SOUNDS: dict[str, Callable[[Any, str], Batch]] = {
+    **{f"Musicgen{kind}": _codes for kind in ("ForCausalLM", "Model", "MelodyForCausalLM", "MelodyModel")},
+    **{f"Musicgen{kind}ForConditionalGeneration": _prompted for kind in ("", "Melody")},
+    **dict.fromkeys(("fastspeech2_conformer", "fastspeech2_conformer_with_hifigan"), _read_aloud),
+    **dict.fromkeys(("SpeechT5ForTextToSpeech", "SpeechT5Model"), _spoken),
+    **dict.fromkeys(("gemma3n_audio", "gemma4_audio"), _mel),
+    **{f"granite_speech5_{kind}": _features(width="num_mel_bins", times=4) for kind in ("ctc", "encoder")},
     "fun_asr_nano_encoder": _features(width="num_mel_bins", times=7, mask="input_features_mask"),
     "qwen3_asr_encoder": _windows,
-    "muse_spark_audio": _waves,
-    "pe_audio": _waves,
-    "pe_audio_encoder": _waves,
-    "vibevoice_acoustic_tokenizer": _waves,
-    "vibevoice_acoustic_tokenizer_encoder": _waves,
+    **dict.fromkeys(("muse_spark_audio", "pe_audio", "pe_audio_encoder"), _waves),
+    **{f"vibevoice_acoustic_tokenizer{kind}": _waves for kind in ("", "_encoder")},
     "voxtral_realtime": _alongside,
-    "xcodec2": _waves_and_features,
-    "neucodec": _waves_and_features,
+    **dict.fromkeys(("xcodec2", "neucodec"), _waves_and_features),
     "mimi_decoder": _latents,
-    "pocket_tts_audio_tokenizer_decoder": _latents,
-    "vibevoice_acoustic_tokenizer_decoder": _latents,
+    **{f"{kind}_tokenizer_decoder": _latents for kind in ("pocket_tts_audio", "vibevoice_acoustic")},
     "nemotron3_5_transcribe_word_timestamp": _states,
     "kyutai_speech_to_text": _text_and_codes,
 }

@@ -26,7 +26,7 @@ def offers(model: nn.Module) -> Iterator[tuple[str, Batch]]:
     torch.manual_seed(1)
     given = BATCHES.get(type(model).__name__) or BATCHES.get(config.model_type)
     if given is not None:
-        batch = given(model)
+        batch = given(config, type(model).__name__)
         alone = bool(names & MODALITIES) and not batch.keys() & MODALITIES
         yield "text alone" * alone, batch
         words = ["text alone"] * alone + ["without labels"]

@@ -48,69 +48,49 @@ def _map(parts: Batch) -> tuple[int, int]:
     return pixels.shape[-2], pixels.shape[-1]
 
 
-def objects(rows: int, size: tuple[int, int]) -> Batch:
+def objects(size: tuple[int, int]) -> Batch:
     """Two objects in each image, with their boxes and masks."""
     return {
         "labels": [
             {"class_labels": torch.tensor([0, 1]), "boxes": _boxes(2), "masks": (torch.rand(2, *size) > 0.5).float()}
-            for _ in range(rows)
+            for _ in range(ROWS)
         ]
     }
 
 
-def masks(rows: int, size: tuple[int, int]) -> Batch:
+def masks(size: tuple[int, int]) -> Batch:
     """The same as masks and their classes."""
     return {
-        "mask_labels": [(torch.rand(2, *size) > 0.5).float() for _ in range(rows)],
-        "class_labels": [torch.tensor([0, 1]) for _ in range(rows)],
+        "mask_labels": [(torch.rand(2, *size) > 0.5).float() for _ in range(ROWS)],
+        "class_labels": [torch.tensor([0, 1]) for _ in range(ROWS)],
     }
 
 
-def _objects(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return objects(ROWS, _map(parts))
-
-
-def _masks(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return masks(ROWS, _map(parts))
-
-
-def _pixels(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": torch.randint(0, config.num_labels, (ROWS, *_map(parts)))}
-
-
-def _depth(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": torch.rand(ROWS, *_map(parts)) + 0.1}
-
-
-def _span(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
-
-
-def _one_each(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": torch.arange(ROWS) % config.num_labels}
-
-
-def _each_token(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": parts["input_ids"] % config.num_labels}
-
-
-def _words(model: nn.Module, config: Any, parts: Batch) -> Batch:
+def _words(config: Any, parts: Batch) -> Batch:
     return {"labels": tokens_of(config, length=5)}
 
 
-def _return_loss(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"return_loss": True}
-
-
-LABELS: list[tuple[str, Callable[[nn.Module, Any, Batch], Batch]]] = [
-    (r"ForMultipleChoice|NextSentence", lambda m, c, p: {"labels": torch.arange(ROWS) % 2}),
-    (r"(Sequence|Image|Video|Audio|Document)Classification|XVector", _one_each),
-    (r"TokenClassification|AudioFrameClassification", _each_token),
-    (r"QuestionAnswering", _span),
-    (r"ObjectDetection|ForSegmentation|TableRecognition", _objects),
-    (r"UniversalSegmentation|InstanceSegmentation", _masks),
-    (r"SemanticSegmentation", _pixels),
-    (r"DepthEstimation", _depth),
+LABELS: list[tuple[str, Callable[[Any, Batch], Batch]]] = [
+    (r"ForMultipleChoice|NextSentence", lambda config, parts: {"labels": torch.arange(ROWS) % 2}),
+    (
+        r"(Sequence|Image|Video|Audio|Document)Classification|XVector",
+        lambda config, parts: {"labels": torch.arange(ROWS) % config.num_labels},
+    ),
+    (
+        r"TokenClassification|AudioFrameClassification",
+        lambda config, parts: {"labels": parts["input_ids"] % config.num_labels},
+    ),
+    (
+        r"QuestionAnswering",
+        lambda config, parts: {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+    ),
+    (r"ObjectDetection|ForSegmentation|TableRecognition", lambda config, parts: objects(_map(parts))),
+    (r"UniversalSegmentation|InstanceSegmentation", lambda config, parts: masks(_map(parts))),
+    (
+        r"SemanticSegmentation",
+        lambda config, parts: {"labels": torch.randint(0, config.num_labels, (ROWS, *_map(parts)))},
+    ),
+    (r"DepthEstimation", lambda config, parts: {"labels": torch.rand(ROWS, *_map(parts)) + 0.1}),
     (r"CTC|RNNT|TDT|Transducer", _words),
 ]
 
@@ -119,7 +99,7 @@ def labels_of(model: nn.Module, config: Any, names: set[str], parts: Batch) -> B
     make = next((make for pattern, make in LABELS if re.search(pattern, type(model).__name__)), None)
     if make is not None:
         try:
-            return {name: value for name, value in make(model, config, parts).items() if name in names}
+            return {name: value for name, value in make(config, parts).items() if name in names}
         except (KeyError, AttributeError):
             return {}
     if "labels" in names and "input_ids" in parts:
@@ -127,5 +107,5 @@ def labels_of(model: nn.Module, config: Any, names: set[str], parts: Batch) -> B
         special = parts["input_ids"] < FIRST_TOKEN // 2
         return {"labels": parts["input_ids"].masked_fill((mask == 0) | special, -100)}
     if "labels" in names:
-        return _words(model, config, parts)
-    return _return_loss(model, config, parts) if "return_loss" in names else {}
+        return _words(config, parts)
+    return {"return_loss": True} if "return_loss" in names else {}
