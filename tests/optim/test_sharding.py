@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from hf_lowprec.optim import AdamW, sharding
 from hf_lowprec.rounding.attached_low_bits import attach_low_bits
-from tests.support.processes.ranks import run_ranks, run_script
+from tests.support.processes.ranks import run_ranks
 from tests.support.processes.shards import has_shard_of, shard
 from tests.support.triton_available import require_triton
 
@@ -24,22 +24,14 @@ def ranks(two_fake_ranks):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("backend", ["native", pytest.param("triton", marks=pytest.mark.every_case)])
-def test_sharded_steps_are_the_steps_on_the_full_tensors(backend):
-    if backend == "triton":
+@pytest.mark.parametrize("steps", ["native", "8 bits", pytest.param("triton", marks=pytest.mark.every_case)])
+def test_sharded_steps_are_the_steps_on_the_full_tensors(steps):
+    if steps == "triton":
         require_triton()
         if torch.cuda.is_available():
             pytest.skip("gloo ranks hold CPU tensors; Triton's interpreter is for machines without a GPU")
-    count = 10 if backend == "native" else 4
-    assert f"{count} shardings agree" in run_ranks("sharded_steps.py", 4, backend)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_sharded_states_in_8_bits_are_those_of_the_full_tensors_or_refused():
-    printed = run_script("sharded_8_bit_states.py")
-    assert "4 shardings over 3 ranks agree, 3 are refused" in printed
-    assert "6 shardings over 4 ranks agree, 2 are refused" in printed
+    count = 4 if steps == "triton" else 10
+    assert f"{count} shardings agree" in run_ranks("sharded_steps.py", 4, steps)
 
 
 def test_columns_are_stepped_as_in_the_full_tensor(ranks, backend):

@@ -1,16 +1,19 @@
 """Four ranks on gloo: steps on shards of DTensors are the steps on the full tensors, bit for bit.
 
-torchrun --nproc-per-node 4 sharded_steps.py eager|native|triton
+torchrun --nproc-per-node 4 sharded_steps.py eager|native|triton|"8 bits"
+
+With states in 8 bits, all ranks refuse shards that cut blocks.
 """
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -22,7 +25,7 @@ from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_bits
-from tests.support.chosen_cases import EVERY_CASE
+from tests.support.chosen_cases import EVERY_CASE, one_in_turn
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
@@ -39,6 +42,26 @@ CASES = {
     "hybrid": ("square", [(9, 4), (3,)], [Replicate(), Shard(0)]),
     "columns, replicated": ("square", [(4, 9)], [Shard(1), Replicate()]),
 }
+IN_8_BITS = {
+    "rows": ("line", [(10, 64), (2, 32), (4, 3, 32), (7, 5), (9,)], [Shard(0)]),
+    "columns": ("line", [(4, 128), (1, 256)], [Shard(1)]),
+    "middle of three": ("line", [(2, 4, 32), (3, 5, 64)], [Shard(1)]),
+    "last of three": ("line", [(2, 3, 128), (1, 1, 256)], [Shard(2)]),
+    "hybrid": ("square", [(9, 64), (3, 32), (5,)], [Replicate(), Shard(0)]),
+    "rows and columns": ("square", [(5, 64), (1, 128)], [Shard(0), Shard(1)]),
+    "rows twice": ("square", [(11, 32), (2, 3, 64)], [Shard(0), Shard(0)]),
+    "tensor parallel": ("square", [(8, 32), (16, 64)], [_StridedShard(0, split_factor=2), Shard(0)]),
+    "columns, replicated": ("square", [(3, 64), (5, 128)], [Shard(1), Replicate()]),
+    "replicated": ("line", [(5, 64), (3, 7)], [Replicate()]),
+}
+"""Whole blocks on all ranks. Rows of other lengths and vectors have no states in 8 bits."""
+CUT_BLOCKS = [
+    ("line", (4, 64), [Shard(1)]),
+    ("line", (4, 160), [Shard(1)]),
+    ("line", (2, 2, 192), [Shard(2)]),
+    ("square", (4, 96), [Shard(0), Shard(1)]),
+    ("square", (4, 64), [Shard(1), Shard(1)]),
+]
 FOR_THE_INTERPRETER = ("rows", "columns", "tensor parallel below data parallel", "hybrid")
 """One of each kind of segments, since Triton's interpreter takes seconds for each."""
 STEPS = 4 if EVERY_CASE else 3
@@ -65,55 +88,133 @@ def weights(shape: tuple[int, ...], number: int) -> torch.Tensor:
     return weights
 
 
-def check(
-    name: str, make, mesh, shapes, placements, backend: str, then: str | None = None, low: bool = False, **options
-) -> None:
-    """Train full tensors and shards of them on the same gradients and compare; from step 3 in the mode `then`.
+class Pair:
+    """Optimizers of full tensors, by `eager`, and of shards of them, which get the same gradients.
 
     With `low`, compensations and remainders start with the low bits of FP32 weights, where there are any.
     """
-    full, parts = torch.nn.ParameterList(), torch.nn.ParameterList()
-    for k, shape in enumerate(shapes):
-        full.append(weights(shape, k))
-        hf_lowprec.cast_model(full, keep_low_bits=low)
-        parts.append(torch.nn.Parameter(shard(full[k].detach().clone(), mesh, placements)))
-        if (kept := attached_low_bits(full[k])) is not None:
-            attach_low_bits(parts[k], shard_like(kept, parts[k]))
-    whole = make(full, lr=0.1, backend="eager", **options)
-    sharded = make(parts, lr=0.1, backend=backend, **options)
+
+    def __init__(self, make, mesh: DeviceMesh, shapes, placements, backend: str, low: bool = False, **options) -> None:
+        self.mesh, self.placements, self.case = mesh, placements, (make, placements, options)
+        self.full, self.parts = torch.nn.ParameterList(), torch.nn.ParameterList()
+        for k, shape in enumerate(shapes):
+            self.full.append(weights(shape, k))
+            hf_lowprec.cast_model(self.full, keep_low_bits=low)
+            self.parts.append(torch.nn.Parameter(shard(self.full[k].detach().clone(), mesh, placements)))
+            if (kept := attached_low_bits(self.full[k])) is not None:
+                attach_low_bits(self.parts[k], shard_like(kept, self.parts[k]))
+        self.makers = [
+            partial(make, params, lr=0.1, backend=by, **options)
+            for params, by in ((self.full, "eager"), (self.parts, backend))
+        ]
+        self.whole, self.sharded = (make() for make in self.makers)
+
+    def load(self, with_whole: bool, **options) -> None:
+        """Go on from a checkpoint with new optimizers; by default, only that of the shards is new."""
+        for optimizer in (self.whole, self.sharded) if isinstance(self.whole, ScheduleFreeAdamW) else ():
+            optimizer.eval()
+        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in (self.whole, self.sharded)]
+        if with_whole:
+            self.whole = self.makers[0](**options)
+            self.whole.load_state_dict(saved[0])
+        self.sharded = self.makers[1](**options)
+        self.sharded.load_state_dict(saved[1])
+        for optimizer in (self.whole, self.sharded) if isinstance(self.whole, ScheduleFreeAdamW) else ():
+            optimizer.train()
+
+    def step(self, step: int) -> None:
+        """Step both."""
+        for k, param in enumerate(self.full):
+            param.grad = gradient(param.shape, step, k)
+        grads = [shard(param.grad, self.mesh, self.placements) for param in self.full]
+        give_gradients(self.sharded, self.parts, grads)
+        self.whole.step()
+        self.sharded.step()
+
+    def compare(self, *case: object) -> None:
+        """Assert that weights, states and FP32 estimates of the two have the same bits."""
+        estimates = fp32_state_dict(self.full, self.whole), fp32_state_dict(self.parts, self.sharded)
+        for k, (param, part) in enumerate(zip(self.full, self.parts, strict=True)):
+            where = (*case, *self.case, tuple(param.shape))
+            assert torch.equal(part.full_tensor(), param), where
+            assert has_shard_of(estimates[1][str(k)], estimates[0][str(k)]), where
+            theirs, ours = self.whole.state[param], self.sharded.state[part]
+            assert theirs.keys() == ours.keys(), where
+            for key, value in theirs.items():
+                same = torch.equal(ours[key], value) if key == "step" else has_shard_of(ours[key], value)
+                assert same, (key, *where)
+
+
+def check(name: str, make, mesh, shapes, placements, backend: str, then: str | None = None, **options) -> None:
+    """Train a pair and compare; from step 3 in the mode `then`."""
+    pair = Pair(make, mesh, shapes, placements, backend, **options)
     for step in range(1, STEPS + 1):
-        if step == 2:  # on from a checkpoint
-            for optimizer in (whole, sharded) if make is ScheduleFreeAdamW else ():
-                optimizer.eval()
-            state = copy.deepcopy(sharded.state_dict())
-            sharded = make(parts, lr=0.1, backend=backend, **options)
-            sharded.load_state_dict(state)
-            for optimizer in (whole, sharded) if make is ScheduleFreeAdamW else ():
-                optimizer.train()
-        for group in (*whole.param_groups, *sharded.param_groups) if then and step == 3 else ():
+        if step == 2:
+            pair.load(with_whole=False)
+        optimizers = pair.whole, pair.sharded
+        for group in (group for each in optimizers for group in each.param_groups) if then and step == 3 else ():
             group["rounding"] = then
-        monitors = [hf_lowprec.PrecisionMonitor(optimizer) for optimizer in (whole, sharded)] if step == 3 else []
+        monitors = list(map(hf_lowprec.PrecisionMonitor, optimizers)) if step == 3 else []
         for monitor in monitors:
             monitor.measure_next_step()
-        for k, param in enumerate(full):
-            param.grad = gradient(param.shape, step, k)
-        grads = [shard(param.grad, mesh, placements) for param in full]
-        give_gradients(sharded, parts, grads)
-        whole.step()
-        sharded.step()
+        pair.step(step)
         if monitors:
             check_sums(monitors, name, options)
         for monitor in monitors:
             monitor.close()
-        if whole.grad_norm is not None:
-            torch.testing.assert_close(sharded.grad_norm, whole.grad_norm, rtol=2**-20, atol=0)
-    estimates, of_parts = fp32_state_dict(full, whole), fp32_state_dict(parts, sharded)
-    for k, (param, part) in enumerate(zip(full, parts, strict=True)):
-        assert torch.equal(part.full_tensor(), param), (name, options, k)
-        assert has_shard_of(of_parts[str(k)], estimates[str(k)]), (name, options, k)
-        for key, value in whole.state[param].items():
-            mine = sharded.state[part][key]
-            assert torch.equal(mine, value) if key == "step" else has_shard_of(mine, value), (name, options, k, key)
+        if pair.whole.grad_norm is not None:
+            torch.testing.assert_close(pair.sharded.grad_norm, pair.whole.grad_norm, rtol=2**-20, atol=0)
+    pair.compare(name)
+
+
+def check_8_bits(make, mesh, shapes, placements, backend: str = "native", **options) -> None:
+    """Train a pair with states in 8 bits and compare, also after loading with other dtypes."""
+    pair = Pair(make, mesh, shapes, placements, backend, state_dtype=torch.int8, **options)
+    for step in range(1, STEPS):
+        pair.step(step)
+    pair.compare()
+    for param in pair.full:
+        # Of Adafactor's states, the momentum and not the means.
+        codes = param.shape[-1] % 32 == 0 and pair.whole.param_groups[0].get("beta1", True) is not None
+        assert (torch.int8 in {state.dtype for state in pair.whole.state[param].values()}) == codes, param.shape
+    if options.get("gradient_release"):
+        return
+    # Up to FP32 and, after a step, down to BF16 and to 8 bits again.
+    between = (torch.float32, torch.bfloat16) if EVERY_CASE else ()
+    for dtype in (*between, torch.float32, torch.int8):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "saved states were converted")
+            pair.load(with_whole=True, state_dtype=dtype)
+        pair.compare(dtype)
+        pair.step(10)
+
+
+def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements) -> None:
+    """Every rank refuses states in 8 bits, before it has changed anything, and takes the way out."""
+    part = torch.nn.Parameter(shard(gradient(shape, 0, 0), mesh, placements))
+    part.grad = shard(gradient(shape, 0, 1), mesh, placements)
+    before = part.to_local().clone()
+    optimizer = AdamW([part], state_dtype=torch.int8)
+    refusal = refusal_of(optimizer.step)
+    refusals = [""] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    assert len(set(refusals)) == 1, refusals
+    assert f"state_dtype=int8: a parameter of shape {shape}" in refusal, refusal
+    assert "cuts blocks of 32" in refusal, refusal
+    assert torch.equal(part.to_local(), before)
+    in_bf16 = AdamW([part], state_dtype=torch.bfloat16)
+    in_bf16.step()
+    assert not torch.equal(part.full_tensor(), gradient(shape, 0, 0))
+    assert refusal_of(lambda: optimizer.load_state_dict(in_bf16.state_dict())) == refusal
+    assert not any(optimizer.state.values())
+
+
+def refusal_of(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("states whose blocks are cut were created or converted")
 
 
 def check_sums(monitors: list[hf_lowprec.PrecisionMonitor], *case: object) -> None:
@@ -167,15 +268,13 @@ def checks_of_a_sharding(name: str, mesh, shapes, placements, backend: str) -> l
     def of(make, **options) -> Callable[[], None]:
         return partial(check, name, make, mesh, shapes, placements, backend, **options)
 
-    # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
-    never = {"max_grad_norm": 1e6}
     checks = [of(AdamW, rounding=rounding) for rounding in ("kahan", "stochastic")]
-    checks += [of(AdamW, rounding="split", gradient_release=True), of(AdamW, skip_nonfinite=True, **never)]
-    checks += [of(Adafactor, **never, **options) for options in FACTORED]
+    checks += [of(AdamW, rounding="split", gradient_release=True), of(AdamW, skip_nonfinite=True, **NO_LIMIT)]
+    checks += [of(Adafactor, **NO_LIMIT, **options) for options in FACTORED]
     if backend == "triton":
         return checks
     # No backend does what the others look at: whole tensors, averages, low bits that are kept, changes of the mode.
-    checks += [of(StableAdamW, **never), of(muon, **never)]
+    checks += [of(StableAdamW, **NO_LIMIT), of(muon, **NO_LIMIT)]
     checks += [of(ScheduleFreeAdamW, rounding=rounding) for rounding in ("split", "kahan", "stochastic")]
     checks += [of(AdamW, rounding=rounding, low=True) for rounding in ("kahan", "split")]
     checks += [of(AdamW, rounding="kahan", then=then) for then in ("stochastic", "split")]
@@ -185,21 +284,38 @@ def checks_of_a_sharding(name: str, mesh, shapes, placements, backend: str) -> l
     return checks
 
 
+NO_LIMIT = {"max_grad_norm": 1e6}
+"""A limit that no gradient reaches: the factor is one, whatever the norm's last bits."""
+MAKE_IN_8_BITS = [
+    (AdamW, {"rounding": "kahan"}),
+    (AdamW, {"rounding": "split", "gradient_release": True}),
+    (AdamW, {"rounding": "stochastic", "skip_nonfinite": True, **NO_LIMIT}),
+    *((make, {"backend": "eager"}) for make in (StableAdamW, muon)),  # of no backend's doing
+    (Adafactor, {"beta1": 0.9}),
+    (Adafactor, {"rounding": "stochastic", **NO_LIMIT}),
+]
+
+
 def main(backend: str) -> None:
     dist.init_process_group("gloo")
     gradient_buckets.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
-    whole_tensor_quantities.CHUNK = 30  # several parts of Muon's matrices, whose order must be the same on all ranks
-    line = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2))
-    cases = CASES if backend != "triton" else {name: CASES[name] for name in FOR_THE_INTERPRETER}
+    whole_tensor_quantities.CHUNK = 32  # several parts of Muon's matrices, whose order must be the same on all ranks
+    meshes = {"line": init_device_mesh("cpu", (4,)), "square": init_device_mesh("cpu", (2, 2))}
+    cases = {"triton": {name: CASES[name] for name in FOR_THE_INTERPRETER}, "8 bits": IN_8_BITS}.get(backend, CASES)
     for number, (name, (kind, shapes, placements)) in enumerate(cases.items()):
-        mesh = {"line": line, "square": square}[kind]
-        checks = checks_of_a_sharding(name, mesh, shapes, placements, backend)
+        if backend == "8 bits":
+            for make, options in one_in_turn(MAKE_IN_8_BITS, number):
+                check_8_bits(make, meshes[kind], shapes, placements, **options)
+            continue
+        checks = checks_of_a_sharding(name, meshes[kind], shapes, placements, backend)
         for each in checks if EVERY_CASE else checks[number % 6 :: 6]:
             each()
+    for kind, shape, placements in CUT_BLOCKS if backend == "8 bits" else ():
+        check_refusal(meshes[kind], shape, placements)
     if backend == "native":
-        check("matrices that are one batch", muon, line, [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
-    check_gradients_placed_otherwise(line, backend)
+        check("matrices that are one batch", muon, meshes["line"], [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
+    if backend != "8 bits":
+        check_gradients_placed_otherwise(meshes["line"], backend)
     if dist.get_rank() == 0:
         print(f"{len(cases)} shardings agree", flush=True)
     leave()
