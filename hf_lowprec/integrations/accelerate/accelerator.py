@@ -26,49 +26,27 @@ from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.casting.losses import warn_if_in_16_bits
 from hf_lowprec.casting.module_hooks import returns_float32
 from hf_lowprec.casting.module_tree import compiled_module
-from hf_lowprec.integrations.accelerate import private_apis
+from hf_lowprec.integrations.accelerate import private_apis, unsupported
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison, warn_of_different_weights
-from hf_lowprec.integrations.accelerate.unsupported import (
-    check_optimizer,
-    check_prepared_models,
-    check_sharded_at_load,
-    check_sizes,
-    check_supported,
-    describe_separate_processes,
-)
 from hf_lowprec.integrations.carry_low_bits import TakenLowBits, give_low_bits, taken_low_bits
-from hf_lowprec.integrations.deepspeed.config import set_bf16_flags
+from hf_lowprec.integrations.deepspeed.config import set_up_deepspeed
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.param_groups import unwrap_optimizer
-from hf_lowprec.reduction.collectives import ScratchBuffers
+from hf_lowprec.reduction import fsdp2
 from hf_lowprec.reduction.ddp import reduce_in_fp32
-from hf_lowprec.reduction.fsdp2 import (
-    Reduction,
-    check_reduction,
-    fp32_modules,
-    reduce_scatter_in_fp32,
-    reshard_after_evaluation,
-    shard_together,
-)
+from hf_lowprec.reduction.fsdp2 import Reduction, reduce_scatter_in_fp32
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.private_torch_apis import set_policy
 from hf_lowprec.reduction.rank_mean import PartialGradients, average_gradients
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
-from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
+from hf_lowprec.wrapped_method import wrap_method
 
 AUTOCAST_OFF = "mixed precision: 'bf16' (the default of some Trainers) is off, because the model itself is BF16"
 
 _STATUS = "_hf_lowprec"
 """The attribute of a prepared accelerator: its `ReductionStatus`, `RankComparison` and `PreparedModels`."""
-_PARTITIONED = {
-    1: "all weights and gradients, and a part of the states",
-    2: "all weights, and a part of gradients and states",
-    3: "a part of weights, gradients and states",
-}
-"""By the stage of DeepSpeed's ZeRO, what a rank holds."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -109,16 +87,16 @@ def prepare_accelerator(
             `grad_accumulation` is not "nearest".
     """
     check_grad_accumulation(grad_accumulation)
-    check_reduction(reduction)
+    fsdp2.check_reduction(reduction)
     if hasattr(accelerator, _STATUS):
         earlier, *_ = accelerator._hf_lowprec
         for name, value in (("grad_accumulation", grad_accumulation), ("reduction", reduction)):
             if getattr(earlier, name) != value:
                 raise ValueError(f"the accelerator was already prepared with {name}={getattr(earlier, name)!r}")
         return earlier
-    check_supported(accelerator, grad_accumulation, reduction)
+    unsupported.check_setup(accelerator, grad_accumulation, reduction)
     models = private_apis.prepared_models(accelerator)
-    check_prepared_models(models, grad_accumulation)
+    unsupported.check_prepared_models(models, grad_accumulation)
     for model in models:  # prepared but not wrapped, so they can still be changed
         _return_float32_if_cast(model)
         _forbid_later_cast(model)
@@ -130,14 +108,13 @@ def prepare_accelerator(
         )
     if private_apis.switch_autocast_off(accelerator):
         logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
-    if note := describe_separate_processes(accelerator):
+    if note := unsupported.describe_separate_processes(accelerator):
         status.notes.append(note)
         logger.warning("hf_lowprec: %s", note)
     comparison = RankComparison(accelerator, status)
     setattr(accelerator, _STATUS, (status, comparison, PreparedModels()))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _configure_deepspeed(accelerator, status)
-        wrap_method(accelerator, "prepare", _prepare_under_deepspeed)
+        set_up_deepspeed(accelerator, status)
         return status
     for name, method in _METHODS.items():
         wrap_method(accelerator, name, method)
@@ -146,15 +123,6 @@ def prepare_accelerator(
     for optimizer in private_apis.prepared_optimizers(accelerator):
         comparison.watch(optimizer, models)
     return status
-
-
-def _configure_deepspeed(accelerator: Accelerator, status: ReductionStatus) -> None:
-    """Set in DeepSpeed's configuration what our optimizers need."""
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    if changed := set_bf16_flags(config):
-        status.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
-    if status.grad_accumulation == "fp32":
-        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
 
 
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
@@ -181,7 +149,7 @@ def _reduce_sharded_at_load(accelerator: Any, model: nn.Module) -> None:
     """
     status, comparison, _ = accelerator._hf_lowprec
     sizes: Any = model.config.distributed_config  # type: ignore[union-attr]
-    check_sizes(sizes)
+    unsupported.check_sizes(sizes)
     comparison.compare_models([model])
     for module, group, forward in private_apis.partial_gradients(model):
         partial = PartialGradients(module, group)
@@ -194,7 +162,7 @@ def _reduce_sharded_at_load(accelerator: Any, model: nn.Module) -> None:
         in_fp32 = sizes.dp_replicate_size > 1 or torch.float16 in dtypes or status.grad_accumulation == "fp32"
         set_policy(model, MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None))
         scratch = reduce_scatter_in_fp32(model)
-        reshard_after_evaluation(model)
+        fsdp2.reshard_after_evaluation(model)
         wrapper = "HSDP" if sizes.dp_replicate_size > 1 else "FSDP2"
         status.models.append(ReducedModel(wrapper, sizes.dp_size, scratch))
     if private_apis.trains_on_several_ranks(accelerator.num_processes, [model]):
@@ -250,7 +218,7 @@ def _prepare(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) ->
     status, comparison, prepared_models = accelerator._hf_lowprec
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
     if model is not None:
-        check_sharded_at_load(accelerator, model)
+        unsupported.check_sharded_at_load(accelerator, model)
     if not accelerator.is_fsdp2 or model is None or model in prepared_models:
         return original(accelerator, *args, **kwargs)
     _return_float32_if_cast(model)
@@ -264,10 +232,10 @@ def _prepare(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) ->
         # Gradients are reduced, and added up, in FP32.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
-    in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
+    in_fp32 = fsdp2.fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
 
     def shard_fp32_modules(options: dict[str, Any]) -> set[nn.Module]:
-        shard_together(in_fp32.values(), **options)
+        fsdp2.shard_together(in_fp32.values(), **options)
         return {child for module in in_fp32.values() for child in module.modules()}
 
     is_sharded = private_apis.is_sharded_model(model)
@@ -335,7 +303,7 @@ def _prepare_optimizer(original: Callable, accelerator: Any, optimizer: Any, *ar
         ValueError: the optimizer takes gradients that the accelerator would accumulate.
     """
     status, comparison, _ = accelerator._hf_lowprec
-    check_optimizer(accelerator, collector_of(unwrap_optimizer(optimizer)), status.grad_accumulation)
+    unsupported.check_optimizer(accelerator, collector_of(unwrap_optimizer(optimizer)), status.grad_accumulation)
     if status.grad_accumulation != "nearest":
         unwrap_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_accumulated, status))
     prepared = original(accelerator, optimizer, *args, **kwargs)
@@ -410,27 +378,6 @@ def _clip_grad_norm_(
             if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
                 return optimizer.clip_grad_norm_(max_norm)
     return original(accelerator, parameters, max_norm, norm_type)
-
-
-def _prepare_under_deepspeed(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
-    import deepspeed
-
-    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
-
-    status, *_ = accelerator._hf_lowprec
-
-    def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
-            return original(*args, **kwargs)
-        engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
-        stage = engine.zero_optimization_stage()
-        status.models.append(ReducedModel(f"ZeRO {stage}", engine.dp_world_size, ScratchBuffers()))
-        status.notes.append(f"ZeRO {stage}: {_PARTITIONED[stage]} on each rank")
-        return engine, *others
-
-    with temporarily_wrapped(deepspeed, "initialize", initialize):
-        return original(accelerator, *args, **kwargs)
 
 
 _METHODS: dict[str, Callable] = {

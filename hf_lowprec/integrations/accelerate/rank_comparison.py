@@ -14,15 +14,8 @@ from torch import nn
 
 from hf_lowprec.integrations.accelerate.private_apis import ignored_by_fsdp2, trains_on_several_ranks
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction import compare_ranks
 from hf_lowprec.reduction.collectives import gather_if_different, gather_objects
-from hf_lowprec.reduction.compare_ranks import (
-    check_same_settings,
-    find_replica_difference,
-    model_settings,
-    optimizer_settings,
-    synchronized_parameters,
-    to_plain_value,
-)
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 
 logger = logging.getLogger(__name__)
@@ -64,8 +57,8 @@ class RankComparison:
             RuntimeError: on every rank; the message names the ranks and the difference.
         """
         if trains_on_several_ranks(self._num_processes, models):
-            of_models = {name: value for model in models for name, value in model_settings(model).items()}
-            check_same_settings(self._settings | of_models)
+            of_models = {name: value for model in models for name, value in compare_ranks.model_settings(model).items()}
+            compare_ranks.check_same_settings(self._settings | of_models)
 
     def before_backward(self, models: list[nn.Module]) -> None:
         """`compare_models` before the first backward pass.
@@ -92,12 +85,12 @@ class RankComparison:
         models = self._watched.pop(optimizer, None)
         if models is None or not trains_on_several_ranks(self._num_processes, models):
             return
-        names = {param: name for model in models for name, param in synchronized_parameters(model)}
-        check_same_settings(
+        names = {param: name for model in models for name, param in compare_ranks.synchronized_parameters(model)}
+        compare_ranks.check_same_settings(
             {
-                "max_grad_norm": to_plain_value(max_grad_norm),
+                "max_grad_norm": compare_ranks.to_plain_value(max_grad_norm),
                 "gradient_accumulation_steps": self._gradient_state.num_steps,
-                **optimizer_settings(optimizer, names),
+                **compare_ranks.optimizer_settings(optimizer, names),
             }
         )
         params = (param for group in optimizer.param_groups for param in group["params"] if param in names)
@@ -106,7 +99,7 @@ class RankComparison:
         if with_its_state is not None:
             with_its_state.finish_host_steps()  # of parameters whose gradients were released
         named = ((names[param], param) for param in params)
-        difference = find_replica_difference(named, with_its_state)
+        difference = compare_ranks.find_replica_difference(named, with_its_state)
         of_ranks = gather_if_different(difference) or [difference]  # replicas of shards are in several groups
         if any(of_ranks):
             raise RuntimeError(
@@ -125,8 +118,8 @@ def warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> Non
     if accelerator.num_processes == 1 or any(gather_objects(any(param.is_meta for param in model.parameters()))):
         return  # weights of a model on the meta device are loaded after sharding
     ignored = ignored_by_fsdp2(accelerator, model)
-    difference = find_replica_difference(
-        (name, param) for name, param in synchronized_parameters(model) if param not in ignored
+    difference = compare_ranks.find_replica_difference(
+        (name, param) for name, param in compare_ranks.synchronized_parameters(model) if param not in ignored
     )
     if difference is not None and accelerator.is_main_process:
         logger.warning(

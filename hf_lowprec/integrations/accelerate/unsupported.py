@@ -28,7 +28,7 @@ _SUPPORTED = {
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
-def check_supported(accelerator: Any, grad_accumulation: str, reduction: str) -> None:
+def check_setup(accelerator: Any, grad_accumulation: str, reduction: str) -> None:
     """Check the setup of `accelerator` for `grad_accumulation` and `reduction`.
 
     Raises:
