@@ -29,7 +29,6 @@ from hf_lowprec.casting.module_tree import compiled_module
 from hf_lowprec.integrations.accelerate import private_apis, unsupported
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison, warn_of_different_weights
 from hf_lowprec.integrations.carry_low_bits import TakenLowBits, give_low_bits, taken_low_bits
-from hf_lowprec.integrations.deepspeed.config import set_up_deepspeed
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradients.collector import collector_of
@@ -114,6 +113,8 @@ def prepare_accelerator(
     comparison = RankComparison(accelerator, status)
     setattr(accelerator, _STATUS, (status, comparison, PreparedModels()))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from hf_lowprec.integrations.deepspeed.initialize import set_up_deepspeed
+
         set_up_deepspeed(accelerator, status)
         return status
     for name, method in _METHODS.items():

@@ -1,23 +1,13 @@
-"""DeepSpeed's configuration: what our optimizers need in it, and what is refused; `accelerator.prepare` with it."""
+"""What DeepSpeed supports: the flags that our optimizers need, settings and optimizers that are refused."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradients.collector import collector_of
-from hf_lowprec.reduction.collectives import ScratchBuffers
-from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
-from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
-_PARTITIONED = {
-    1: "all weights and gradients, and a part of the states",
-    2: "all weights, and a part of gradients and states",
-    3: "a part of weights, gradients and states",
-}
-"""By the stage of DeepSpeed's ZeRO, what a rank holds."""
 BF16_FLAGS = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
 """With these, DeepSpeed gives an optimizer its partition in BF16; without the last two, an FP32 copy of it."""
 
@@ -29,35 +19,6 @@ def set_bf16_flags(config: dict[str, Any]) -> list[str]:
     bf16 |= dict.fromkeys(BF16_FLAGS, True)
     config["zero_allow_untested_optimizer"] = True
     return changed
-
-
-def set_up_deepspeed(accelerator: Any, status: ReductionStatus) -> None:
-    """Set in the configuration of an `Accelerator` what our optimizers need, and make `prepare` take them."""
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    if changed := set_bf16_flags(config):
-        status.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
-    if status.grad_accumulation == "fp32":
-        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
-    wrap_method(accelerator, "prepare", functools.partial(_prepare, status))
-
-
-def _prepare(status: ReductionStatus, original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
-    import deepspeed
-
-    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
-
-    def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
-            return original(*args, **kwargs)
-        engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
-        stage = engine.zero_optimization_stage()
-        status.models.append(ReducedModel(f"ZeRO {stage}", engine.dp_world_size, ScratchBuffers()))
-        status.notes.append(f"ZeRO {stage}: {_PARTITIONED[stage]} on each rank")
-        return engine, *others
-
-    with temporarily_wrapped(deepspeed, "initialize", initialize):
-        return original(accelerator, *args, **kwargs)
 
 
 def check_config(config: Mapping[str, Any]) -> None:

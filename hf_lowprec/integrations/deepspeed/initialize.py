@@ -1,7 +1,8 @@
-"""`initialize_deepspeed`: DeepSpeed's engine around one of our optimizers."""
+"""`initialize_deepspeed`: DeepSpeed's engine around one of our optimizers, also for `accelerator.prepare`."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,12 +20,20 @@ from hf_lowprec.integrations.deepspeed.config import check_config, set_bf16_flag
 from hf_lowprec.integrations.deepspeed.partitioned_optimizer import PartitionedOptimizer
 from hf_lowprec.integrations.deepspeed.private_apis import data_parallel_group, keeping_dtypes, shares_experts
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.compare_ranks import check_same_settings, model_settings, optimizer_settings, to_plain_value
+from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.wrapped_method import wrap_method
+from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 
 _ON_EVERY_RANK = ("gradient_accumulation_steps", "gradient_clipping", "zero_optimization", "data_types")
 """Keys of DeepSpeed's configuration that all ranks must have in common."""
+_PARTITIONED = {
+    1: "all weights and gradients, and a part of the states",
+    2: "all weights, and a part of gradients and states",
+    3: "a part of weights, gradients and states",
+}
+"""By the stage of DeepSpeed's ZeRO, what a rank holds."""
 
 
 def initialize_deepspeed(
@@ -113,3 +122,29 @@ def _check_dtypes(model: nn.Module) -> None:
         raise ValueError(
             f"the dtypes of the trainable parameters are {found}; call cast_model(model) before initialize_deepspeed"
         )
+
+
+def set_up_deepspeed(accelerator: Any, status: ReductionStatus) -> None:
+    """Set in the configuration of an `Accelerator` what our optimizers need, and make `prepare` take them."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    if changed := set_bf16_flags(config):
+        status.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")
+    if status.grad_accumulation == "fp32":
+        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+    wrap_method(accelerator, "prepare", functools.partial(_prepare, status))
+
+
+def _prepare(status: ReductionStatus, original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`, which calls `deepspeed.initialize`: give it an optimizer that steps partitions."""
+
+    def initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("optimizer"), LowPrecisionOptimizer):
+            return original(*args, **kwargs)
+        engine, *others = initialize_deepspeed(config=kwargs.pop("config_params"), **kwargs)
+        stage = engine.zero_optimization_stage()
+        status.models.append(ReducedModel(f"ZeRO {stage}", engine.dp_world_size, ScratchBuffers()))
+        status.notes.append(f"ZeRO {stage}: {_PARTITIONED[stage]} on each rank")
+        return engine, *others
+
+    with temporarily_wrapped(deepspeed, "initialize", initialize):
+        return original(accelerator, *args, **kwargs)

@@ -61,7 +61,7 @@ def build(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> No
     training_arguments: TrainingArguments | None = arguments.get("args")
     callbacks = arguments.get("callbacks") or []
     given = [callback for callback in callbacks if _is_ours(callback)] if isinstance(callbacks, list | tuple) else []
-    has_our_name = training_arguments is not None and training_arguments.optim in OPTIMIZER_NAMES
+    has_our_name = getattr(training_arguments, "optim", None) in OPTIMIZER_NAMES
     if not given and not has_our_name:
         original(trainer, *args, **kwargs)
         try:

@@ -1,7 +1,9 @@
 """What users combine with `optim=`: every setting gives FP32's losses under the same setting, and resumes as ever."""
 
 import inspect
+import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
+from hf_lowprec.integrations.transformers.training_arguments import check_liger
 from tests.support.chosen_cases import nightly_except
 from tests.support.training.liger_patches import liger_patches_undone
 from tests.support.training.tiny_trainer import (
@@ -18,7 +21,9 @@ from tests.support.training.tiny_trainer import (
     assert_same,
     counting_data,
     llama,
+    logged,
     losses,
+    optimizer_of,
     trained,
 )
 
@@ -73,8 +78,7 @@ def test_metrics_see_fp32_predictions_inputs_and_losses(tmp_path):
 
     trainer, reference = run(OURS), run("adamw_torch")
     assert_follows(trainer, reference)
-    right = [[e["eval_right"] for e in t.state.log_history if "eval_right" in e] for t in (trainer, reference)]
-    assert right[0] == pytest.approx(right[1], abs=0.02)
+    assert logged(trainer, "eval_right") == pytest.approx(logged(reference, "eval_right"), abs=0.02)
 
 
 class OutOfMemory(Trainer):
@@ -151,6 +155,81 @@ def test_weights_saved_alone_are_trained_on(tmp_path):
         assert torch.equal(found[name], parameter), name
 
 
+class Watch(TrainerCallback):
+    """Keeps the exact norm of the gradients as Trainer hands them to the optimizer."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.stack(squares).sum().sqrt()))
+
+
+class Poison(TrainerCallback):
+    """Puts an infinity into a gradient before the optimizer's third step, before Trainer asks for the norm."""
+
+    def __init__(self):
+        self.backwards = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def hook(grad):
+            self.backwards += 1
+            return torch.full_like(grad, math.inf) if self.backwards == 3 else grad
+
+        next(model.parameters()).register_hook(hook)
+
+
+def test_the_norm_before_clipping_is_reported_and_the_step_clips(tmp_path):
+    """Trainer's own argument gives the same bits as the optimizer's, and no gradient is touched."""
+    settings = {"optim": OURS, "logging_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    trainers = []
+    for argument in ({"optim_args": "max_grad_norm=0.05"}, {"max_grad_norm": 0.05}):
+        watch = Watch()
+        trainers.append(trained(tmp_path, callbacks=[watch], **argument, **settings))
+        assert min(watch.norms) > 0.05  # Trainer itself clipped nothing
+        # Squares are summed in FP64 and the norm rounded to FP32 once.
+        assert logged(trainers[-1], "grad_norm") == pytest.approx(watch.norms, rel=2**-24)
+        assert logged(trainers[-1], "skipped_steps") == []
+    assert trainers[0].args.max_grad_norm == optimizer_of(trainers[0]).max_grad_norm == 0.05
+    assert_same(*trainers)
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.0}, {"optim_args": "max_grad_norm=0"}])
+def test_zero_does_not_clip_and_the_norm_is_still_reported(tmp_path, settings):
+    unclipped = trained(tmp_path / "a", optim=OURS, logging_steps=1, max_steps=4, **settings)
+    assert unclipped.args.max_grad_norm == 0 and optimizer_of(unclipped).max_grad_norm is None
+    clipped = trained(tmp_path / "b", optim=OURS, max_grad_norm=1e6, max_steps=4)
+    assert all(norm > 0 for norm in logged(unclipped, "grad_norm"))
+    assert_same(unclipped, clipped)
+
+
+def test_a_step_with_infinite_gradients_is_left_out_and_logged(tmp_path):
+    poison = Poison()
+    trainer = trained(
+        tmp_path,
+        optim="adamw_bf16_sr",
+        optim_args="skip_nonfinite=True,max_grad_norm=1.0",
+        callbacks=[poison],
+        logging_steps=1,
+    )
+    steps = trainer.state.max_steps
+    assert poison.backwards == steps
+    assert logged(trainer, "skipped_steps") == [0, 0, *[1] * (steps - 2)]
+    assert math.isinf(logged(trainer, "grad_norm")[2])
+    assert all(map(math.isfinite, losses(trainer)))
+    assert all(param.isfinite().all() for param in trainer.model.parameters())
+    assert {float(state["step"]) for state in optimizer_of(trainer).state.values()} == {steps - 1}
+
+
+def test_the_count_of_a_resumed_run_goes_on(tmp_path):
+    options = {"optim": "adamw_bf16_sr", "optim_args": "skip_nonfinite=True", "max_steps": 8, "logging_steps": 1}
+    options |= {"save_strategy": "steps", "save_steps": 4}
+    trained(tmp_path, callbacks=[Poison()], **options)
+    resumed = trained(tmp_path, callbacks=[Poison()], resume=str(tmp_path / "checkpoint-4"), **options)
+    assert logged(resumed, "skipped_steps") == [0, 0, 1, 1, 1, 1, 2, 2]
+
+
 class TestLiger:
     @pytest.fixture(autouse=True)
     def liger(self):
@@ -182,10 +261,6 @@ class TestLiger:
 
 def test_liger_and_a_head_in_fp32():
     """Its fused loss multiplies the head's weight by hidden states itself."""
-    from types import SimpleNamespace
-
-    from hf_lowprec.integrations.transformers.training_arguments import check_liger
-
     args = SimpleNamespace(use_liger_kernel=True, device=torch.device("cuda"), liger_kernel_config=None)
     check_liger(args, ())
     with pytest.raises(ValueError, match=r"weight of lm_head.*set liger_kernel_config=\{'fused_linear_cross_entropy'"):

@@ -189,7 +189,7 @@ def test_a_model_that_was_cast_below_its_wrapper():
 
 
 class Judge(nn.Module):
-    """A model inside another, and a head of its own."""
+    """A model inside another, and a head of its own, which computes with the model's predictions."""
 
     def __init__(self, model):
         super().__init__()
@@ -199,46 +199,25 @@ class Judge(nn.Module):
         return {"scores": self.head(self.model(**batch).logits), "parts": [torch.ones(2), torch.ones(2, dtype=BF16)]}
 
 
-def test_a_model_inside_another_and_several_at_once():
+@pytest.mark.parametrize("before", [False, True], ids=["as a whole", "with a model that was cast on its own"])
+def test_a_model_inside_another_and_several_at_once(before):
     (model, batch), (reward, _) = tiny_models.llama(), tiny_models.llama(seed=1)
+    if before:
+        hf_lowprec.cast_model(reward)
+        hf_lowprec.return_float32(reward)
     judge = Judge(reward)
     for each in (model, judge):
         hf_lowprec.cast_model(each)
+    assert judge(**batch)["scores"].dtype == reward(**batch).logits.dtype == BF16
     accelerator = Accelerator(cpu=True)
     hf_lowprec.prepare_accelerator(accelerator)
     model, judge = accelerator.prepare(model, judge)
-    tokens = {"input_ids": batch["input_ids"]}
-    found = judge(**tokens)
+    found = judge(**batch)
     assert [found["scores"].dtype, *(part.dtype for part in found["parts"])] == [FP32] * 3
     assert not outputs_hooks(judge.model), "inside, one format"
-    assert model(**tokens).logits.dtype == FP32
-
-
-class Scorer(nn.Module):
-    """Computes with the predictions of a model that computes its loss itself."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.head = model, nn.Linear(model.config.num_labels, 1)
-
-    def forward(self, **batch):
-        return self.head(self.model(**batch).logits)
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["as a whole", "with a model that was cast on its own"])
-def test_predictions_that_the_model_around_computes_with(before):
-    model, batch = tiny_models.bert()
-    if before:
-        hf_lowprec.cast_model(model)
-        hf_lowprec.return_float32(model)
-    scorer = Scorer(model)
-    hf_lowprec.cast_model(scorer)
-    assert scorer(**batch).dtype == model(**batch).logits.dtype == BF16
-    hf_lowprec.return_float32(scorer)
-    scores = scorer(**batch)
-    assert scores.dtype == FP32
-    scores.sum().backward()
-    assert scorer.head.weight.grad is not None and model.classifier.weight.grad is not None
+    assert model(**batch).logits.dtype == FP32
+    found["scores"].sum().backward()
+    assert judge.head.weight.grad is not None and reward.lm_head.weight.grad is not None
 
 
 def test_models_to_evaluate_and_models_that_nobody_has_cast():
