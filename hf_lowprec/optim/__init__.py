@@ -1,6 +1,6 @@
 """Optimizers whose weights are stored in 16 bits: one file per algorithm, one shell, several backends."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
@@ -20,9 +20,4 @@ if TYPE_CHECKING:  # for editors; at run time, every algorithm is found automati
 
 __all__ = ["ALGORITHMS", "LowPrecisionOptimizer"]
 __all__.extend(ALGORITHMS)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update(ALGORITHMS)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.arguments import SHARED
 from hf_lowprec.optim.sharding import flat_part
 
 _MOST_WRAPPERS = 4
@@ -27,13 +28,6 @@ _MOST_WRAPPERS = 4
 
 _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
-
-_SETTINGS = ("rounding", "state_dtype", "state_rounding", "seed")
-_EXECUTION = ("backend", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip")
-"""Arguments that tell kinds of optimizers apart: those that groups have, and those of the whole optimizer.
-
-Optimizers of different kinds belong to runs that are compared, so they must draw the same bits.
-"""
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -60,9 +54,9 @@ def number_if_single(optimizer: Algorithm) -> None:
     """
     if [len(group["params"]) for group in optimizer.param_groups] != [1]:
         return
-    settings = (str(optimizer.defaults[name]) for name in _SETTINGS)
-    execution = (getattr(optimizer, name) for name in _EXECUTION)
-    kind = (type(optimizer), *settings, *execution, isinstance(optimizer.defaults["lr"], Tensor))
+    # Optimizers of different kinds belong to runs that are compared, so they must draw the same bits.
+    settings = {**vars(optimizer), **optimizer.defaults}
+    kind = (type(optimizer), *(str(settings.get(name)) for name in SHARED), isinstance(settings["lr"], Tensor))
     before = _constructed[kind]
     _constructed[kind] += 1
     if before:
