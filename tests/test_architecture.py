@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "optim": {"optim", "rounding", "once"},
     "casting": {"casting", "rounding", "once", "wrapped_method"},
     "reduction": {"reduction", "rounding"},
-    "monitor": {"monitor", "optim", "casting", "rounding", "tensor_names"},
+    "monitor": {"monitor", "optim", "casting", "rounding", "once", "tensor_names"},
     "integrations": CORE,
     "__main__": {"tools.cli", "oldest_versions"},
 }
@@ -57,7 +57,7 @@ PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 for tool, others in TOOLS.items():
     MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in others)}
 OPTIM = (
-    *("cached_property", "private_torch_apis", "sharding", "arguments", "algorithm_interface", "validation"),
+    *("private_torch_apis", "sharding", "arguments", "algorithm_interface", "validation"),
     *("param_groups", "state", "step", "backends", "gradients", "host_steps", "optimizer", "algorithms"),
     "optimizer_names",
 )
@@ -260,6 +260,12 @@ def test_training_loads_no_tool(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "steps=2 dtype=torch.bfloat16" in done.stdout
     assert done.stdout.splitlines()[-1] == "tools: []"
+
+
+def test_what_runs_in_a_step_caches_properties_without_a_lock() -> None:
+    """A forked child would wait for it if another thread held it; see `once.cached_property`."""
+    in_a_step = [path for path in MODULES if path.relative_to(ROOT).parts[1] in ("optim", "monitor")]
+    assert not [path for path in in_a_step if "functools import cached_property" in path.read_text(encoding="utf-8")]
 
 
 def test_files_are_named_for_what_they_do() -> None:

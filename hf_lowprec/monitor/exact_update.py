@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, second_moment_sums, slope_sums, unbiased_variance
 from hf_lowprec.monitor.watched_parameters import ParameterSamples
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.sharding import global_places
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import load, place_of_factor

@@ -20,8 +20,8 @@ from hf_lowprec.monitor.measured_step import MeasuredStep, ParameterBlock
 from hf_lowprec.monitor.rules import Finding, MeasuredRun, uncast_matrices
 from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, SUMS, StepPrecision
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan

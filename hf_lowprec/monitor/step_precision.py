@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.cached_property import cached_property
+from hf_lowprec.once import cached_property
 from hf_lowprec.tensor_names import PARAMETER_KINDS
 
 SLOPE_SUMS = ("square", "product", "seen_variance", "unbiased_variance")

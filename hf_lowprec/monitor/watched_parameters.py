@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.monitor.gradient_record import GradientRecord
-from hf_lowprec.optim.cached_property import cached_property
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim.sharding import flat_part, full_shape, local_shard, sharding_of
 from hf_lowprec.optim.state.fp32_weights import low_bits_state
 from hf_lowprec.tensor_names import parameter_kinds

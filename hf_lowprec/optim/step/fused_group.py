@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.cached_property import cached_property
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
 from hf_lowprec.optim.step.matrix_tiles import MeanVectors

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim.algorithm_interface import Formula, Update
-from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.rounding import MODES, State
 from hf_lowprec.rounding.modes import WEIGHT_ROLE
 from hf_lowprec.rounding.random_bits import word_of

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim.backends.c.c_source import CHUNK, render
 from hf_lowprec.optim.backends.c.compiler import (
     FLAGS,
@@ -25,7 +26,6 @@ from hf_lowprec.optim.backends.c.compiler import (
     load_library,
     require_compiler,
 )
-from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim.backends.triton.availability import TritonError, check_available
 from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
 from hf_lowprec.optim.backends.triton.tables import ChunkTables, DeviceTables
 from hf_lowprec.optim.backends.triton.triton_source import render
-from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.once import cached_property
 from hf_lowprec.optim.backends.triton.triton_renderer import FACTORS
-from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import Segments, parts_of_runs
