@@ -94,13 +94,13 @@ class PrecisionMonitor:
         self._finished: MeasuredStep | None = None
         self._last: StepPrecision | None = None
         self._watch_parameters()
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(partial(self._run_hook, "_before_step")),
-            self.optimizer.register_step_post_hook(partial(self._run_hook, "_after_step")),
-        ]
-        self._part_hook = partial(self._run_hook, "_before_part")
+        before, after = (partial(self._run_hook, name) for name in ("_before_step", "_after_step"))
+        hooks = self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)
+        self._remove_hooks: list[Callable[[], None]] = [hook.remove for hook in hooks]
         if isinstance(self.optimizer, LowPrecisionOptimizer):
-            self.optimizer.before_part.append(self._part_hook)
+            before_part, calls = partial(self._run_hook, "_before_part"), self.optimizer.before_part
+            calls.append(before_part)
+            self._remove_hooks.append(partial(calls.remove, before_part))
 
     def measure_next_step(self, number: int | None = None) -> None:
         """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
@@ -137,11 +137,8 @@ class PrecisionMonitor:
 
     def close(self) -> None:
         """Stop watching: remove the hooks and release everything."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if isinstance(self.optimizer, LowPrecisionOptimizer) and self._part_hook in self.optimizer.before_part:
-            self.optimizer.before_part.remove(self._part_hook)
+        while self._remove_hooks:
+            self._remove_hooks.pop()()
         self._running = self._finished = None
         self._fused_blocks.clear()
 

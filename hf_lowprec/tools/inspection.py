@@ -85,21 +85,13 @@ def inspect_checkpoints(model: str, later: str | None = None, rate: float | None
     return Inspection(rate, _parts(facts, kinds), _findings(last, facts, kinds, rate))
 
 
-class Trained(NamedTuple):
-    """The training of one weight.
-
-    Attributes:
-        group: its saved param group.
-        stored: its saved states.
-    """
-
-    group: Mapping[str, Any]
-    stored: StoredParameter
+class Trained(StoredParameter):
+    """What saved options and states say of the training of a weight."""
 
     @property
     def rate(self) -> float:
         """The learning rate from which a scheduler computes; that of the group if there is no scheduler."""
-        return float(self.group.get("initial_lr", self.group.get("lr", 0.0)))
+        return float(self.group.get("initial_lr") or self.group.get("lr") or 0.0)
 
     @property
     def is_torch(self) -> bool:
@@ -114,11 +106,11 @@ class Trained(NamedTuple):
     @property
     def is_frozen(self) -> bool:
         """True if rounding to nearest undoes the decay of the second moment: half a spacing is at least eps / 4."""
-        info, betas = self.stored.infos.get(SECOND_MOMENT), self.group.get("betas")
+        info, betas = self.infos.get(SECOND_MOMENT), self.group.get("betas")
         nearest = self.is_torch or self.group.get("state_rounding") == "nearest"
         if info is None or info.dtype not in LOW_PRECISION_DTYPES or not betas or not nearest:
             return False
-        return (self.stored.step or 0) > 1 and 1 - float(betas[1]) < torch.finfo(info.dtype).eps / 4
+        return (self.step or 0) > 1 and 1 - float(betas[1]) < torch.finfo(info.dtype).eps / 4
 
     def loses_decay(self, dtype: torch.dtype, rate: float) -> bool:
         """Return whether `1 - rate * weight_decay`, by which torch multiplies a weight of 16 bits, rounds to 1."""
@@ -130,15 +122,12 @@ class Trained(NamedTuple):
         """Return whether it got gradients, and neither chance nor a compensation may have kept it in place."""
         if not self.rate or self.is_pending or (self.rounding == "stochastic" and dtype in LOW_PRECISION_DTYPES):
             return False
-        return any(self._any(name) for name in self.stored.infos if name != self.stored.compensation)
+        return any(bool(self.read(name).any()) for name in self.infos if name != self.compensation)
 
     @property
     def is_pending(self) -> bool:
         """True if a compensation or remainder holds movements that the weight does not show yet."""
-        return self.stored.compensation is not None and self._any(self.stored.compensation)
-
-    def _any(self, name: str) -> bool:
-        return bool(self.stored.read(name).any())
+        return self.compensation is not None and bool(self.read(self.compensation).any())
 
 
 class Checkpoint(NamedTuple):
@@ -174,7 +163,7 @@ def open_checkpoint(name: str, argument: str) -> Checkpoint:
             named = optimizer.names or _names_by_order(folder, optimizer)
             for parameter_name, parameter in zip(named, optimizer.parameters, strict=False):
                 if parameter_name is not None:
-                    trained[stored_names.get(parameter_name, parameter_name)] = Trained(parameter.group, parameter)
+                    trained[stored_names.get(parameter_name, parameter_name)] = Trained(*parameter)
     return Checkpoint(folder, weights, trained)
 
 
