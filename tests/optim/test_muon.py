@@ -1,4 +1,7 @@
-"""Muon: matrices against `torch.optim.Muon` and the polynomial in FP64, the rest against our AdamW."""
+"""Muon: matrices against `torch.optim.Muon` and the polynomial in FP64, the rest against our AdamW; parts and batches.
+
+Also which parameters of a model are matrices for it.
+"""
 
 import copy
 import math
@@ -6,22 +9,43 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import AdamW, Muon
+from hf_lowprec.optim.algorithms import _newton_schulz as newton_schulz
+from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.tools.estimate.activations import LiveMemory
+from tests.support.same_numbers import same_numbers
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(32, 64), (64, 32), (48, 48), (1, 16), (16, 1)]
 
 
-def normal(shape, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+def normal(shape, seed: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def parameters(shapes, dtype: torch.dtype = FP32) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(normal(shape, k, dtype)) for k, shape in enumerate(shapes)]
+def parameters(shapes, dtype: torch.dtype = FP32) -> list[nn.Parameter]:
+    return [nn.Parameter(normal(shape, k, dtype)) for k, shape in enumerate(shapes)]
+
+
+def give_gradients(params, step: int) -> None:
+    for k, param in enumerate(params):
+        param.grad = normal(param.shape, 1000 * step + k, param.dtype)
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
@@ -38,7 +62,9 @@ def test_fp32_matrices_get_torchs_muon(adjust_lr_fn, nesterov, backend):
     optimizer, reference = Muon(ours, backend=backend, **hyper), torch.optim.Muon(theirs, **hyper)
     generator = torch.Generator().manual_seed(9)
     steps = 12
-    for _ in range(steps):
+    for step in range(steps):
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            group["adjust_lr_fn"] = adjust_lr_fn if step < 8 else "original"
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randint(-8, 9, mine.shape, generator=generator).float()
             other.grad = mine.grad.clone()
@@ -49,21 +75,6 @@ def test_fp32_matrices_get_torchs_muon(adjust_lr_fn, nesterov, backend):
         largest = other.abs().max().item()
         change = 0.02 * (0.2 * math.sqrt(64) + 0.1 * largest)
         assert (mine - other).abs().max().item() <= steps * 2**-24 * (3 * largest + 4 * change), k
-
-
-def test_a_stack_is_stepped_as_its_matrices():
-    stack, slices = normal((3, 16, 24), 1), [torch.nn.Parameter(normal((3, 16, 24), 1)[k].clone()) for k in range(3)]
-    whole = torch.nn.Parameter(stack)
-    one, many = Muon([whole], lr=0.1), Muon(slices, lr=0.1)
-    for step in range(5):
-        whole.grad = normal((3, 16, 24), 10 + step)
-        for k, part in enumerate(slices):
-            part.grad = whole.grad[k].clone()
-        one.step()
-        many.step()
-    # Batched and single products may round differently: five steps of lr·0.2·√24, each off by 5 · 2**-7 at most.
-    difference = (whole - torch.stack(list(slices))).abs().max().item()
-    assert difference <= 5 * 0.1 * 0.2 * math.sqrt(24) * 5 * 2**-7
 
 
 def test_what_is_no_matrix_gets_adamw():
@@ -93,18 +104,6 @@ def test_what_is_no_matrix_gets_adamw():
     assert muon.state[mixed[0]].keys() == {"step", "momentum_buffer", "compensation"}
 
 
-def test_another_ratio_holds_from_the_next_step_on():
-    (param,) = parameters([(8, 32)])
-    param.grad, moved = normal((8, 32), 20), []
-    optimizer = Muon([param], weight_decay=0.0)
-    for ratio in ("original", "match_rms_adamw"):
-        optimizer.param_groups[0]["adjust_lr_fn"] = ratio
-        before = param.detach().clone()
-        optimizer.step()
-        moved.append((param.detach() - before).norm().item())
-    assert moved[1] / moved[0] == pytest.approx(0.2 * math.sqrt(32), rel=5 * 2**-7)  # five iterations in BF16
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
 def test_a_copy_still_knows_its_matrices(copied):
     matrix, table = parameters([(4, 4), (5, 4)])
@@ -114,7 +113,7 @@ def test_a_copy_still_knows_its_matrices(copied):
 
 
 def test_names_that_a_group_has_already_are_split_with_it():
-    module = torch.nn.Linear(4, 3)
+    module = nn.Linear(4, 3)
     (group,) = torch.optim.SGD(module.named_parameters()).param_groups
     given = {"params": list(group["params"]), "param_names": list(group["param_names"])}
     optimizer = Muon([given], matrices=[module.weight])
@@ -122,71 +121,6 @@ def test_names_that_a_group_has_already_are_split_with_it():
     unnamed = Muon(parameters([(4, 4)]), matrices=[])
     unnamed.add_param_group({"params": []})
     assert [len(group["params"]) for group in unnamed.param_groups] == [1, 0]
-
-
-@pytest.fixture
-def small_parts(monkeypatch):
-    """Matrices are orthogonalized and stepped in parts of at most 100 elements, or one at a time."""
-    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 100)
-
-
-MANY_SHAPES = [(4, 6), (6, 4), (3, 3), (24, 32), (2, 5, 4), (8, 8), (0, 3), (5,), (8, 16), (4, 4)]
-
-
-def trained(backend: str, dtype: torch.dtype = BF16, steps: int = 3, **options) -> tuple[Muon, list]:
-    params = parameters(MANY_SHAPES, dtype)
-    optimizer = Muon(params, lr=0.02, backend=backend, matrices=[p for p in params if p.ndim > 1], **options)
-    for step in range(steps):
-        give_gradients(params, step)
-        optimizer.step()
-    return optimizer, params
-
-
-def give_gradients(params, step: int) -> None:
-    for k, param in enumerate(params):
-        param.grad = normal(param.shape, 1000 * step + k, param.dtype)
-
-
-def tensors(optimizer: Muon, params) -> list[torch.Tensor]:
-    return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
-
-
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "skip_nonfinite": True}], ids=str)
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_parts_step_as_all_matrices_at_once(backend, options, request):
-    at_once = tensors(*trained(backend, **options))
-    request.getfixturevalue("small_parts")
-    assert all(map(torch.equal, at_once, tensors(*trained(backend, **options))))
-
-
-def test_measurements_of_parts_are_those_of_all_matrices_at_once(request):
-    def measured() -> tuple[dict[str, float], list[torch.Tensor]]:
-        optimizer, params = trained("native", rounding="nearest")
-        monitor = PrecisionMonitor(optimizer, every=1)
-        give_gradients(params, 3)
-        optimizer.step()
-        return monitor.last.by_kind["all"], tensors(optimizer, params)
-
-    numbers, stepped = measured()
-    request.getfixturevalue("small_parts")
-    numbers_of_parts, stepped_in_parts = measured()
-    assert numbers_of_parts == numbers and abs(numbers["lost_updates"]) > 1e-4
-    assert all(map(torch.equal, stepped, stepped_in_parts))
-
-
-def test_a_step_holds_one_orthogonalized_matrix(small_parts):
-    """Eleven more matrices of 32 KiB each take no more memory than their tables."""
-    peaks = []
-    for count in (1, 12):
-        params = parameters([(128, 128)] * count, BF16)
-        optimizer = Muon(params, backend="native")
-        give_gradients(params, 0)
-        optimizer.step()
-        give_gradients(params, 1)
-        with LiveMemory() as memory:
-            optimizer.step()
-        peaks.append(memory.peak)
-    assert 8 * 128 * 128 <= peaks[0] <= peaks[1] <= peaks[0] + 1024 * 12
 
 
 def one_cycle(optimizer):
@@ -229,3 +163,241 @@ def test_a_momentum_that_is_not_cycled_is_the_groups_own():
     param.grad = torch.ones_like(param)
     optimizer.step()
     assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full_like(param, 0.25))
+
+
+# The Newton–Schulz iteration.
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+@pytest.mark.parametrize("shape", [(512, 520), (600, 1030)], ids=str)
+def test_half_of_a_symmetric_product_is_all_of_it(shape):
+    """The Gram matrix against FP64; 2**-8 allows two roundings to BF16, 2**-16 the FP32 sums of up to 1030 terms."""
+    x = normal(shape, 0, BF16)
+    before = x.clone()
+    gram = newton_schulz._gram_by_half(x)
+    exact, terms = x.double() @ x.double().mT, x.double().abs() @ x.double().abs().mT
+    assert torch.equal(x, before) and torch.equal(gram, gram.mT)
+    assert ((gram.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-16 * terms).all()
+
+    gram = (gram / gram.norm()).to(BF16)
+    before = gram.clone()
+    found = newton_schulz._add_square_by_half(gram, -4.775, 2.0315)
+    square, terms = 2.0315 * gram.double() @ gram.double(), gram.double().abs() @ gram.double().abs()
+    linear = -4.775 * gram.double()
+    assert torch.equal(gram, before) and torch.equal(found, found.mT)
+    bound = 2**-8 * (square.abs() + 2 * linear.abs()) + 2**-16 * 2.0315 * terms
+    assert ((found.double() - square - linear).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [(512, 640), (640, 512), (2, 512, 520), (32, 64), (64, 32), (5, 24, 16)], ids=str)
+def test_every_matrix_gets_the_polynomial(shape):
+    """Large and small, alone and in a stack. One iteration in FP64.
+
+    In BF16, four roundings of entries of the size of X, amplified by at most 10.3.
+    """
+    matrix = normal(shape, 1, BF16)
+    before = matrix.clone()
+    found = newton_schulz.newton_schulz(matrix, COEFFICIENTS, 1, 1e-7)
+    x = matrix.double() / matrix.double().norm(dim=(-2, -1), keepdim=True)
+    a, b, c = COEFFICIENTS
+    gram = x @ x.mT
+    wanted = a * x + b * gram @ x + c * gram @ gram @ x
+    error = (found.double() - wanted).norm(dim=(-2, -1))
+    assert (found.shape, found.dtype) == (matrix.shape, BF16) and torch.equal(matrix, before)
+    assert (error <= 4 * 2**-9 * 10.3 / 3.4 * wanted.norm(dim=(-2, -1))).all()
+
+
+# Parts and batches.
+
+MANY_SHAPES = [(24, 40), (40, 24), (24, 40), (33, 33), (7,), (4, 6), (3, 3)]
+MANY_SHAPES += [(24, 40), (40, 24), (24, 40), (5, 24, 40), (24, 40), (33, 33), (8, 8)]
+
+
+def trained(**options) -> list:
+    """Tensors after four steps of two groups, in which several matrices have the same shape; and what was measured."""
+    params = parameters(MANY_SHAPES, BF16)
+    groups = [{"params": params[:7]}, {"params": params[7:], "ns_steps": 3}]
+    optimizer = Muon(groups, lr=0.02, matrices=[param for param in params if param.ndim > 1], **options)
+    for step in range(4):
+        monitor = PrecisionMonitor(optimizer, every=1) if step == 3 else None
+        give_gradients(params, step)
+        optimizer.step()
+    numbers = [torch.tensor(value) for value in monitor.last.by_kind["all"].values()]
+    return [*numbers, *(value for param in params for value in (param.detach(), *optimizer.state[param].values()))]
+
+
+ALL_OPTIONS = [{}, {"rounding": "split"}, {"rounding": "nearest"}, {"max_grad_norm": 0.1, "skip_nonfinite": True}]
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_parts_step_as_all_matrices_at_once_and_are_measured_alike(backend, options, monkeypatch):
+    """With parts of at most 100 elements, or of one matrix."""
+    at_once = trained(backend=backend, **options)
+    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 100)
+    assert all(map(same_numbers, at_once, trained(backend=backend, **options)))
+
+
+@pytest.fixture
+def batch_sizes(monkeypatch) -> list[int]:
+    """How many matrices each call of `orthogonalize` gets; the parameter that is a stack of 5 counts as 1."""
+    sizes: list[int] = []
+    whole = Muon.orthogonalize
+
+    def counted(self, group, matrix):
+        sizes.append(len(matrix) if matrix.ndim == 3 and len(matrix) != 5 else 1)
+        return whole(self, group, matrix)
+
+    monkeypatch.setattr(Muon, "orthogonalize", counted)
+    return sizes
+
+
+def keeps_bits(count: int, shape: tuple[int, int]) -> bool:
+    return newton_schulz.batch_keeps_bits(count, shape, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
+def test_a_batch_gives_the_bits_of_single_matrices(options, batch_sizes, monkeypatch):
+    """The first group has two matrices of (24, 40), the second three. There are four steps and a measurement."""
+    batched = trained(**options)
+    found = {count for count in (2, 3) if keeps_bits(count, (24, 40))}
+    assert set(batch_sizes) == {1} | found
+    if found == {2, 3}:  # on every machine so far
+        assert sorted(batch_sizes) == sorted(5 * (8 * [1] + [2] + [3]))
+    monkeypatch.setattr(whole_tensor_quantities, "_BATCH", 0)
+    batch_sizes.clear()
+    single = trained(**options)
+    assert batch_sizes == 5 * 13 * [1]
+    assert all(map(same_numbers, batched, single))
+
+
+def test_a_batch_gives_the_bits_of_single_matrices_without_onednn(own_kernels, monkeypatch):
+    batched = trained()
+    monkeypatch.setattr(whole_tensor_quantities, "_BATCH", 0)
+    assert all(map(same_numbers, batched, trained()))
+
+
+@pytest.mark.parametrize(("count", "shape"), [(2, (64, 64)), (9, (128, 96)), (64, (16, 200)), (5, (3, 5)), (4, (1, 1))])
+def test_batches_that_are_said_to_keep_bits_do(count, shape):
+    if keeps_bits(count, shape):
+        stack = normal((count, *shape), 2, BF16)
+        found = newton_schulz.newton_schulz(stack, COEFFICIENTS, 5, 1e-7)
+        single = [newton_schulz.newton_schulz(matrix, COEFFICIENTS, 5, 1e-7) for matrix in stack]
+        assert torch.equal(found, torch.stack(single))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 32)], ids=str)
+def test_batches_that_sum_in_another_order_do_not_keep_bits(shape, batch_sizes, monkeypatch):
+    """A library whose batched product rounds the sum of half of the terms to BF16."""
+
+    def other_order(add, left, right, *, beta=1, alpha=1):
+        half = left.shape[-1] // 2
+        first = left[..., :half].float() @ right[..., :half, :].float()
+        terms = first.to(BF16).float() + left[..., half:].float() @ right[..., half:, :].float()
+        return (beta * add.float() + alpha * terms).to(BF16)
+
+    newton_schulz._products_keep_bits.cache_clear()
+    monkeypatch.setattr(torch, "baddbmm", other_order)
+    assert not keeps_bits(2, shape)
+    params = parameters([shape, shape], BF16)
+    give_gradients(params, 3)
+    Muon(params).step()
+    assert batch_sizes == [1, 1]
+    newton_schulz._products_keep_bits.cache_clear()
+
+
+def test_batches_are_tried_on_the_cpu_whatever_the_default_device_and_not_used_elsewhere():
+    newton_schulz._products_keep_bits.cache_clear()
+    expected = keeps_bits(2, (8, 8))
+    newton_schulz._products_keep_bits.cache_clear()
+    with torch.device("meta"):
+        assert keeps_bits(2, (8, 8)) == expected
+    assert not newton_schulz.batch_keeps_bits(2, (64, 64), torch.device("meta"))
+
+
+def peak(shapes: list[tuple[int, ...]], **options) -> int:
+    """The bytes that a step of matrices of these shapes holds at once, apart from weights, gradients and states."""
+    params = parameters(shapes, BF16)
+    optimizer = Muon(params, rounding="stochastic", **options)
+    give_gradients(params, 0)
+    optimizer.step()
+    give_gradients(params, 1)
+    with LiveMemory() as memory:
+        optimizer.step()
+    return memory.peak
+
+
+def test_a_batch_takes_memory_for_its_own_matrices_only(monkeypatch):
+    """Twelve matrices of 64 × 64 in batches of four: the slots of a part, and 8 bytes per element of a batch.
+
+    Its matrices are copied into a stack; then there are X and two Gram matrices, or two of X and one Gram matrix.
+    """
+    elements = 64 * 64
+    monkeypatch.setattr(whole_tensor_quantities, "_BATCH", 4 * elements)
+    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 1024)  # FP32 values of few elements
+    monkeypatch.setattr(whole_tensor_quantities, "_parts", lambda group: [range(len(group.entries))])
+    tables = 4096
+    assert peak([(64, 64)] * 12) <= 2 * 12 * elements + 4 * 8 * elements + tables
+
+
+def test_a_stack_of_large_matrices_takes_memory_for_one_of_them(monkeypatch):
+    """The slot and the result, 4 bytes per element of the stack, and 6 bytes per element of one square matrix."""
+    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 1 << 14)
+    elements, tables = 264 * 264, 4096
+    assert peak([(5, 264, 264)]) <= 4 * 5 * elements + 6 * elements + tables
+
+
+def test_a_step_holds_one_orthogonalized_matrix(monkeypatch):
+    """Eleven more matrices of 32 KiB each take no more memory than their tables."""
+    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 100)
+    one, twelve = (peak([(128, 128)] * count, backend="native") for count in (1, 12))
+    assert 8 * 128 * 128 <= one <= twelve <= one + 1024 * 12
+
+
+# Matrices of models.
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def names(model: nn.Module) -> set[str]:
+    found = {id(param) for param in hidden_matrices(model)}
+    return {name for name, param in model.named_parameters() if id(param) in found}
+
+
+LLAMA = {"vocab_size": 32, "num_key_value_heads": 2, **SIZES}
+MODELS = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)), "model.layers.", 14),
+    "tied": (lambda: LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **LLAMA)), "model.layers.", 14),
+    "classifier": (lambda: BertForSequenceClassification(BertConfig(vocab_size=32, **SIZES)), "bert.", 13),
+    "image patches": (lambda: ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **SIZES)), "vit.", 12),
+}
+
+
+@pytest.mark.parametrize(("make", "prefix", "count"), MODELS.values(), ids=MODELS)
+def test_the_linear_layers_of_a_model_without_embeddings_and_head(make, prefix, count):
+    modules = make().named_modules()
+    found = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear) and name.startswith(prefix)}
+    assert names(make()) == found and len(found) == count
+
+
+def test_gpt2s_convolutions_are_linear_layers():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8))
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert names(model) == {f"transformer.h.0.{name}.weight" for name in layers}
+
+
+def test_experts_are_stacks_of_matrices():
+    model = MixtralForCausalLM(MixtralConfig(num_local_experts=3, **LLAMA))
+    stacks = {name for name, param in model.named_parameters() if param.ndim == 3}
+    assert len(stacks) == 4 and stacks <= names(model)
+    assert not any("embed" in name or "lm_head" in name or "norm" in name for name in names(model))
+
+
+def test_a_plain_model_has_the_matrices_of_its_linear_layers():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv1d(6, 6, 3), nn.Linear(6, 8))
+    assert names(model) == {"1.weight", "4.weight"}
+    model[4].weight = nn.Parameter(torch.zeros(8, 6))
+    tied = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    tied[1].weight = tied[0].weight
+    assert names(tied) == set()
