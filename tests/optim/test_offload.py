@@ -1,6 +1,7 @@
 """`offload_states=True`: the bits of the ordinary step, whenever copies are made, and what is refused.
 
-The device is simulated: its tensors are on the CPU, and copies are made late or in random order.
+The device is simulated: its tensors are on the CPU, and copies are made late or in random order. Training loops are in
+`test_early_gradients.py`.
 """
 
 import copy
@@ -15,26 +16,15 @@ import torch
 from torch import nn
 
 from hf_lowprec.monitor.memory_estimate import expected_memory
-from hf_lowprec.optim import AdamW, Lion, StableAdamW, host_steps
-from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim import AdamW, StableAdamW
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
-from hf_lowprec.optim.host_steps import Bucket, Slot, staging_bytes
+from hf_lowprec.optim.host_steps import SLOTS, Bucket, Slot, staging_bytes
 from hf_lowprec.optim.state.fp32_weights import fp32_state_dict
-from tests.support.optim.every_optimizer import MODES, OPTIONS
+from tests.support.optim.early_gradients import BF16, KINDS, OFFLOADED, Tied, both, small_buckets, train
 from tests.support.optim.optimizer_contents import assert_equal, everything
 from tests.support.optim.simulated_copies import simulate_device
-from tests.support.random_numbers import randn
 
-STEPS = 4
-BUCKET = 300
-"""Elements: the model below has four buckets, one more than are on the host at once."""
-BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
-    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", BUCKET)
-    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", BUCKET)
+pytestmark = pytest.mark.usefixtures(small_buckets.__name__)
 
 
 @pytest.fixture
@@ -43,54 +33,9 @@ def simulate(monkeypatch):
     return functools.partial(simulate_device, monkeypatch)
 
 
-def network(dtype=BF16) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [
-        nn.Linear(32, 24),
-        nn.GELU(),
-        nn.Linear(24, 24),
-        nn.GELU(),
-        nn.Linear(24, 24),
-        nn.GELU(),
-        nn.Linear(24, 4),
-    ]
-    return nn.Sequential(*layers).to(dtype)
-
-
-def train(model, optimizer, steps=range(STEPS), micro_batches=1) -> None:
-    for step in steps:
-        for micro_batch in range(micro_batches):
-            inputs = randn(8, 32, seed=10 * step + micro_batch).to(model[0].weight.dtype)
-            model(inputs).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def trained(make, dtype=BF16, **how) -> list:
-    model = network(dtype)
-    optimizer = make(model.parameters())
-    train(model, optimizer, **how)
-    return everything(optimizer)
-
-
-SHARES = [0.0, 0.5, 1.0]
-ELEMENTWISE = ("SGD", "AdamW", "Adam", "RAdam", "Lion", "Adan", "ScheduleFreeAdamW")
-
-
-@pytest.mark.combinations(1)
-@pytest.mark.parametrize(
-    ("name", "dtype", "options"),
-    [(name, dtype, OPTIONS[name][0] | mode) for name in ELEMENTWISE for dtype, mode in MODES],
-    ids=str,
-)
-def test_weights_and_states_are_those_of_the_ordinary_step(simulate, name, dtype, options):
-    def make(params, **more):
-        return ALGORITHMS[name](params, lr=0.01, **options, **more)
-
-    expected = trained(make, dtype)
-    for share in SHARES:
-        simulate(share)
-        assert_equal(trained(lambda params: make(params, offload_states=True), dtype), expected)
+def offloaded(**options) -> tuple[nn.Module, AdamW]:
+    model = Tied()
+    return model, AdamW(model.named_parameters(), lr=0.01, offload_states=True, **options)
 
 
 HOW = [
@@ -110,13 +55,18 @@ HOW = [
 @pytest.mark.parametrize("options", HOW, ids=str)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.every_case) for seed in range(2, 5))])
 def test_options_have_the_same_bits_in_any_order_of_copies(simulate, options, seed):
-    ordinary = {key: value for key, value in options.items() if key != "offload_gradients"}
-    expected = trained(functools.partial(AdamW, lr=0.01, **ordinary))
-    copies = simulate(0.3, seed)
-    assert_equal(trained(functools.partial(AdamW, lr=0.01, offload_states=True, **options)), expected)
-    weights = sum(param.numel() for param in network().parameters())
-    assert copies.sent == STEPS * 2 * weights
-    clip_factors = copies.fetched - STEPS * 4 * weights
+    found = []
+    for offload in ({}, {"offload_states": True}):
+        more = {key: value for key, value in options.items() if offload or key != "offload_gradients"}
+        copies, model = simulate(0.3, seed) if offload else None, Tied()
+        optimizer = AdamW(model.parameters(), lr=0.01, **more, **offload)
+        train(model, optimizer, 1, 2, 4, 5)
+        found.append(everything(optimizer))
+    assert_equal(found[0]["params"], found[1]["params"])
+    assert_equal(*(sorted(contents["state"].items()) for contents in found))
+    weights = 4 * sum(param.nbytes for param in model.parameters() if param in optimizer.state)
+    assert copies.sent == weights
+    clip_factors = copies.fetched - 2 * weights
     assert (clip_factors > 0) == ("max_grad_norm" in options)
 
 
@@ -144,7 +94,7 @@ def test_the_host_needs_what_is_estimated(monkeypatch, simulate, offload_gradien
 def test_means_over_ranks_are_copied_before_ddp_writes_to_its_bucket_again(simulate):
     params = [nn.Parameter(torch.ones(size, dtype=BF16)) for size in (4, 12)]
     copies, gate = simulate(0.0), threading.Event()
-    optimizer = AdamW(params, offload_states=True, offload_gradients=True)
+    optimizer = AdamW(params, **OFFLOADED)
     optimizer.gradients.average_later(params)
     for param in params:
         param.sum().backward()
@@ -156,12 +106,10 @@ def test_means_over_ranks_are_copied_before_ddp_writes_to_its_bucket_again(simul
     assert float(optimizer.global_grad_norm()) == 12.0
 
 
-def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate):
-    model, done = network(), []
-    optimizer = AdamW(model.parameters(), lr=0.01, offload_states=True)
+def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate, monkeypatch):
     simulate()
-    train(model, optimizer, range(1))
-    step = Bucket.step
+    (model, optimizer), done, step = offloaded(), [], Bucket.step
+    train(model, optimizer, 1)
 
     def failing_first(bucket):
         time.sleep(0.05)
@@ -170,11 +118,22 @@ def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate):
             raise RuntimeError("the first bucket")
         return step(bucket)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bucket, "step", failing_first)
-        with pytest.raises(RuntimeError, match="the first bucket"):
-            train(model, optimizer, range(1, 2))
-    assert len(done) == 3  # as many as there are slots
+    monkeypatch.setattr(Bucket, "step", failing_first)
+    with pytest.raises(RuntimeError, match="the first bucket"):
+        train(model, optimizer, 2)
+    assert len(done) == SLOTS
+
+
+def test_a_failed_copy_is_reported_by_step(simulate):
+    copies, (model, optimizer) = simulate(), offloaded()
+
+    def fail(name: str) -> None:
+        if name == "send":
+            raise RuntimeError("the device is gone")
+
+    copies.before_call = fail
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        train(model, optimizer, 1)
 
 
 @pytest.fixture
@@ -187,77 +146,60 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.combinations(1)
-@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize("kind", ["states", "offloaded"])
 @pytest.mark.parametrize("number", range(12))
-def test_a_signal_at_any_copy_leaves_a_whole_step(simulate, number, offload_gradients):
+def test_a_signal_at_any_copy_leaves_a_whole_step(simulate, number, kind):
     """Ctrl-C is handled after the step that it interrupts; so weights and states are of one step."""
-    model = network()
-    offload = {"offload_states": True, "offload_gradients": offload_gradients}
-    optimizer = AdamW(model.parameters(), lr=0.01, rounding="split", **offload)
-    copies = simulate(0.5, number)
-    train(model, optimizer, range(1))
+    copies, steps = simulate(0.5, number), [1, 2, 4]
+    model = Tied()
+    optimizer = AdamW(model.named_parameters(), lr=0.01, rounding="split", **KINDS[kind])
+    train(model, optimizer, *steps[:1])
     copies.calls.clear()
     copies.before_call = lambda name: len(copies.calls) == number + 1 and signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(model, optimizer, range(1, 3))
+        train(model, optimizer, *steps[1:])
     copies.before_call = lambda name: None
-    done = int(optimizer.state[model[0].weight]["step"])
-    assert done in ((1, 2, 3) if offload_gradients else (2, 3))
-    assert_equal(everything(optimizer), trained(lambda p: AdamW(p, lr=0.01, rounding="split"), steps=range(done)))
-
-
-def test_a_failed_copy_is_reported_by_step(simulate):
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.01, offload_states=True)
-    copies = simulate()
-
-    def fail(name: str) -> None:
-        if name == "send":
-            raise RuntimeError("the device is gone")
-
-    copies.before_call = fail
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        train(model, optimizer)
+    done = int(optimizer.state[model.table]["step"])
+    assert done in ((1, 2, 3) if kind == "offloaded" else (2, 3))
+    twin = Tied()
+    reference = AdamW(twin.named_parameters(), lr=0.01, rounding="split")
+    train(twin, reference, *steps[:done])
+    assert_equal(everything(optimizer), everything(reference))
 
 
 @pytest.mark.parametrize("options", [{"rounding": "split"}, {"rounding": "kahan", "state_dtype": torch.int8}], ids=str)
-def test_a_checkpoint_resumes_with_and_without(simulate, options):
-    def make(params, offload):
-        return AdamW(params, lr=0.01, offload_states=offload, **options)
+def test_a_checkpoint_resumes_with_and_without(monkeypatch, options):
+    def resumed(model, optimizer):
+        train(model, optimizer, 1, 2)
+        saved, offload = copy.deepcopy(optimizer.state_dict()), optimizer.offload_states
+        contents = []
+        for elsewhere in (offload, not offload):
+            twin = copy.deepcopy(model)
+            with monkeypatch.context() as patch:
+                simulate_device(patch)
+                other = AdamW(twin.named_parameters(), lr=0.01, offload_states=elsewhere, **options)
+                other.load_state_dict(copy.deepcopy(saved))
+                train(twin, other, 4, 5)
+                contents.append(everything(other))
+        assert_equal(*contents)
+        return contents
 
-    expected = trained(lambda params: AdamW(params, lr=0.01, **options), steps=range(4))
-    for saver, loader in ((True, False), (False, True), (True, True)):
-        model = network()
-        simulate()
-        optimizer = make(model.parameters(), saver)
-        train(model, optimizer, range(2))
-        saved = copy.deepcopy(optimizer.state_dict())
-        resumed = make(model.parameters(), loader)
-        resumed.load_state_dict(saved)
-        train(model, resumed, range(2, 4))
-        assert_equal(everything(resumed), expected)
+    assert_equal(*both(monkeypatch, resumed, "states", **options))
 
 
-def test_the_mode_may_change_and_fp32_weights_be_read(simulate):
-    def change(params, **more):
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=0.01, rounding="split", **more)
-        train(model, optimizer, range(2))
+def test_the_mode_may_change_and_fp32_weights_be_read(monkeypatch):
+    def change(model, optimizer):
+        train(model, optimizer, 1, 2)
         weights = fp32_state_dict(model, optimizer)
         optimizer.param_groups[0]["rounding"] = "kahan"
-        train(model, optimizer, range(2, 4))
-        return [everything(optimizer), [*weights.values()]]
+        train(model, optimizer, 4, 5)
+        return [*weights.values()]
 
-    expected = change(None)
-    simulate()
-    assert_equal(change(None, offload_states=True), expected)
+    assert_equal(*both(monkeypatch, change, "states", rounding="split"))
 
 
 def test_what_is_refused(simulate):
-    params = [*network().parameters()]
     with pytest.raises(ValueError, match=r"offload_states=True keeps .* but a parameter is on the CPU"):
-        train(model := network(), AdamW(model.parameters(), offload_states=True))
+        train(*offloaded(), 1)
     with pytest.raises(ValueError, match="StableAdamW needs whole tensors"):
-        StableAdamW(params, offload_states=True)
-    with pytest.raises(ValueError, match="backend='triton' steps on a GPU"):
-        Lion(params, offload_states=True, backend="triton")
+        StableAdamW(Tied().parameters(), offload_states=True)
