@@ -43,7 +43,7 @@ TESTS = [
     "tests/optim/test_changes_from_outside.py",
     "tests/optim/test_step_counts.py",
     "tests/optim/test_mode_change.py",
-    "tests/optim/test_gradient_release.py",
+    "tests/optim/test_early_gradients.py",
     "tests/gpu/test_doctor_on_gpu.py",
     "tests/gpu/test_sanitizer_on_gpu.py",
 ]
