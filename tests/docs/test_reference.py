@@ -12,6 +12,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 import hf_lowprec
+from hf_lowprec.optim import arguments
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 ALGORITHMS = {name.partition("_")[0] for name in hf_lowprec.OPTIMIZER_NAMES}
@@ -76,13 +77,8 @@ def test_the_examples_parse() -> None:
             assert key in CALLBACK or key in parsed("adamw", example)
 
 
-def test_the_arguments_of_every_optimizer_are_those_of_its_base_class() -> None:
+def test_the_arguments_of_every_optimizer_are_those_of_the_table() -> None:
     listed = entries("optimizers.md", "Arguments of every optimizer")
-    base = next(cls for cls in hf_lowprec.AdamW.__mro__ if cls.__name__ == "LowPrecisionOptimizer")
-    keywords = {
-        name: parameter.default
-        for name, parameter in inspect.signature(base).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
     stated = {name: re.search(r"default: `([^`]+)`\)", text) for name, text in listed.items()}
-    assert {name: found and ast.literal_eval(found[1]) for name, found in stated.items()} == keywords
+    defaults = {name: argument.default for name, argument in arguments.SHARED.items()}
+    assert {name: found and ast.literal_eval(found[1]) for name, found in stated.items()} == defaults
