@@ -1,6 +1,10 @@
-"""The names of `--optim`, on the command line, in pickles and in copies; and the fields that reach an optimizer."""
+"""The optimizer that `TrainingArguments` select: the names of `--optim`, the fields, and `optim_args`.
+
+`checkpoints/test_optimizer_state.py` trains and resumes with the schedules of `optim_args`.
+"""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -9,9 +13,11 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
+from hf_lowprec.integrations.transformers import optim_args
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs, RoundingSchedule, optim_args_of
 from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
 from tests.support.processes import forkserver
-from tests.support.training.tiny_trainer import arguments
+from tests.support.training.tiny_trainer import arguments, llama, optimizer_of, trained
 
 
 def test_names_on_the_command_line():
@@ -109,3 +115,147 @@ def test_names_stay_equal_through_pickles_and_copies(protocol):
 def test_names_load_where_only_listed_types_do(tmp_path):
     torch.save({"optim": OptimizerNames("adamw_bf16_sr")}, tmp_path / "args.bin")
     assert torch.load(tmp_path / "args.bin", weights_only=True) == {"optim": OptimizerNames("adamw_bf16_sr")}
+
+
+def test_optim_args_reach_every_keyword(tmp_path):
+    words = (
+        "betas=0.8|0.95, eps=1e-6, amsgrad=True, maximize=false, rounding=nearest, state_rounding=nearest, "
+        "state_dtype=exp_avg:float32|exp_avg_sq:bf16, seed=11, backend=eager, weight_decay=0.3, keep_fp32=lm_head|*.mlp"
+    )
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args=words, max_steps=1)
+    optimizer = optimizer_of(trainer)
+    group = optimizer.param_groups[0]
+    assert optimizer.backend == "eager"
+    assert group["betas"] == (0.8, 0.95)
+    assert (group["eps"], group["amsgrad"], group["maximize"], group["seed"]) == (1e-6, True, False, 11)
+    assert (group["rounding"], group["state_rounding"]) == ("nearest", "nearest")
+    assert group["state_dtype"] == {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
+    assert optimizer.defaults["weight_decay"] == 0.3
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+    assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    assert trainer.model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+
+
+def test_optim_args_are_parsed_into_one_object(tmp_path):
+    text = "betas=0.8|0.95,keep_fp32=lm_head|*.mlp,grad_accumulation=fp32,check_replicas_every=5,amsgrad=yes"
+    options = optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan", optim_args=text))
+    assert options == OptimArgs({"betas": (0.8, 0.95), "amsgrad": True}, ("lm_head", "*.mlp"), "fp32", 5)
+    assert optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan")) == OptimArgs()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.keep_fp32 = ()
+    with pytest.raises(TypeError):
+        options.optimizer["betas"] = (0.9, 0.9)
+
+
+def test_optim_args_are_parsed_once_for_a_run(tmp_path, monkeypatch):
+    parsed, parse = [], optim_args.option_strings
+    monkeypatch.setattr(optim_args, "option_strings", lambda text: (parsed.append(text), parse(text))[1])
+    text = "seed=3,eps=1.0625e-7"  # in no other test, and none has parsed it before
+    trained(tmp_path, optim="adamw_bf16_kahan", optim_args=text, max_steps=1)
+    assert parsed == [text]
+
+
+def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
+    """Trainer's hyperparameter search sets the arguments of a trial on the same object."""
+    args = arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="eps=1e-7")
+    assert optimizer_arguments(args)[1]["eps"] == 1e-7
+    args.optim_args, args.learning_rate = "eps=1e-6", 3e-4
+    assert {key: optimizer_arguments(args)[1][key] for key in ("eps", "lr")} == {"eps": 1e-6, "lr": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("momentun=0.9", r"'momentun' is not an argument of .*did you mean 'momentum'(?!.*\brounding,.*\brounding\b)"),
+        (
+            "fused=True",
+            r"'fused' is not an argument of optim_args for optim=.*: every backend is fused, so .* remove it",
+        ),
+        ("momentum", r"'momentum' is not of the form key=value \(pairs are separated by commas\)"),
+        ("momentum=0.9,=3", r"'momentum=0.9,=3' is not of the form key=value \(pairs are separated by commas\)"),
+        ("seed=1,seed=2", r"names 'seed' twice"),
+        ("rounding=kahn", r"rounding='kahn'.*'kahan', 'split', 'stochastic', 'nearest'"),
+        ("rounding=stochastic:0.5", r"rounding='stochastic:0.5' .*stochastic:0.8\|kahan"),
+        ("rounding=stochastic|kahan", r"each but the last with its share"),
+        ("rounding=stochastic:0.5|kahan:0.5", r"each but the last"),
+        ("rounding=stochastic:1|kahan", r"less than 1 in total"),
+        ("rounding=stochastic:0.5|nearest:0.5|kahan", r"less than 1 in total"),
+        ("rounding=stochastic:nan|kahan", r"cannot be parsed"),
+        ("rounding=stochastic:-0.5|kahan", r"cannot be parsed"),
+        ("rounding=stochastic:half|kahan", r"cannot be parsed"),
+        ("rounding=stochastic:0.5|", r"cannot be parsed"),
+        ("check_replicas_every=often", r"check_replicas_every='often' in optim_args is not an integer"),
+    ],
+)
+def test_bad_optim_args_name_what_is_wrong(tmp_path, words, message):
+    with pytest.raises(ValueError, match=message):
+        optim_args_of(arguments(tmp_path, optim="sgd_bf16_kahan", optim_args=words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("momentum=0.9,0.95", r"momentum='0.9,0.95' is invalid; it must be a number"),
+        ("seed=1,", r"seed='1,' in param group 0 is not an integer"),
+        ("seed=1,,momentum=0.9", r"seed='1,' in param group 0 is not an integer"),
+        ("gradient_release=maybe", r"gradient_release='maybe' is not True or False"),
+        ("grad_accumulation=fp64", "grad_accumulation='fp64' is unknown; valid are 'nearest', 'fp32'"),
+        ("reduction=ring", "reduction='ring' is unknown; valid are 'rank_order', 'nccl'"),
+        ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
+        ("momentun=0.9", "'momentun' is not an argument of"),
+    ],
+)
+def test_bad_values_are_refused_before_the_model_is_cast(tmp_path, words, message):
+    model = llama()
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, model, optim="sgd_bf16_kahan", optim_args=words)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("optim", "words", "with_bars"),
+    [
+        ("adamw_bf16_kahan", "eps=1e-6,betas=(0.9, 0.95),seed=3", "eps=1e-6,betas=0.9|0.95,seed=3"),
+        ("adan_bf16_sr", "betas=0.98,0.92,0.99", "betas=0.98|0.92|0.99"),
+        ("adamw_bf16_sr", "keep_fp32=['lm_head', 'layers.[01].mlp']", "keep_fp32=lm_head|layers.[01].mlp"),
+        ("adamw_bf16_sr", "rounding=stochastic:0.5,kahan", "rounding=stochastic:0.5|kahan"),
+        ("adamw_bf16_sr", "rounding = sr : 0.8 | kahan ", "rounding=stochastic:0.8|kahan"),
+        ("adamw_bf16_sr", "state_dtype={'exp_avg': 'int8', 'exp_avg_sq': 'float32'}",
+         "state_dtype=exp_avg:int8|exp_avg_sq:float32"),
+    ],
+)  # fmt: skip
+def test_commas_and_spaces_separate_the_values_of_one_key_too(tmp_path, optim, words, with_bars):
+    found, expected = (optim_args_of(arguments(tmp_path, optim=optim, optim_args=text)) for text in (words, with_bars))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "max_steps", "expected"),
+    [
+        ("kahan", 3, "kkk"),
+        ("stochastic:0.8|kahan", 10, "sssssssskk"),
+        ("stochastic:0.5|kahan", 5, "sskkk"),
+        ("nearest:0.25|stochastic:0.5|kahan", 8, "nnsssskk"),
+        ("stochastic:0.1|kahan", 3, "kkk"),  # the share rounds to no step
+        ("stochastic:0.999|kahan", 3, "sss"),
+    ],
+)
+def test_phases(text, max_steps, expected):
+    schedule = RoundingSchedule.parse(text)
+    assert "".join(schedule.mode(step, max_steps)[0] for step in range(max_steps)) == expected
+
+
+def test_a_single_mode_is_no_schedule(tmp_path):
+    options = optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="rounding=sr"))
+    assert (options.optimizer["rounding"], options.rounding_schedule) == ("stochastic", None)
+
+
+def test_the_optimizer_begins_in_the_first_mode_and_the_report_says_the_others(tmp_path, capsys):
+    words = "rounding=stochastic:0.5|kahan"
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args=words, max_steps=4, save_strategy="no")
+    printed = capsys.readouterr().out
+    assert "rounding        weights stochastic" in printed
+    assert "rounding modes: stochastic to step 2, then kahan" in printed
+    optimizer = optimizer_of(trainer)
+    assert {group["rounding"] for group in optimizer.param_groups} == {"kahan"}
+    assert "compensation" in optimizer.state[trainer.model.lm_head.weight]
