@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.argument_roles import is_time, role_of
-from hf_lowprec.casting.module_hooks import convert_floats, install_output_upcast, write_back_later
+from hf_lowprec.casting.module_hooks import convert_floats, install_output_conversion, write_back_later
 from hf_lowprec.casting.module_kinds import is_code_of_transformers, uses_torch_losses
 from hf_lowprec.casting.module_tree import ModuleTree, prediction_layers
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -176,7 +176,7 @@ def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> Non
     if weights and uses_torch_losses(module) and is_code_of_transformers(module):
         for name in prediction_layers(tree, ""):
             if tree.computes_in(name, dtype):
-                install_output_upcast(tree.modules[name])
+                install_output_conversion(tree.modules[name], torch.float32)
 
 
 def install_input_downcast(module: nn.Module, dtype: torch.dtype) -> bool:

@@ -26,7 +26,7 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.input_downcast import install_input_downcast
 from hf_lowprec.casting.module_hooks import (
     install_model_output_upcast,
-    install_output_upcast,
+    install_output_conversion,
     remove_hooks,
     returns_float32,
     to_fp32_copies,
@@ -202,7 +202,7 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
                 install_fp32_torch_losses(module)
             continue
         for layer in layers:
-            install_output_upcast(tree.modules[layer])
+            install_output_conversion(tree.modules[layer], torch.float32)
         # A copy may be handed to children of the model, of the modules around it, and of those around the layers.
         path += [parent for layer in layers if (parent := layer.rpartition(".")[0]) not in path]
         for child in [child for parent in path for child in tree.called_children(parent)]:

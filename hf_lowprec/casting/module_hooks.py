@@ -8,7 +8,7 @@ later cast recognizes it. The hook that rounds a model's inputs is in `input_dow
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -32,20 +32,20 @@ def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any
     return args, kwargs
 
 
-# Not to the dtype of the input: T5 itself converts the input of `wo` to FP32, and that FP32 would leak.
-def downcast_outputs_to_bfloat16(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook: floating outputs go to BF16."""
-    return convert_floats(output, _to_bfloat16)
+@dataclass(frozen=True)
+class ConvertOutputs:
+    """Forward hook: floating outputs go to `dtype`.
 
+    Not to the dtype of the input: T5 itself converts the input of `wo` to FP32, and that FP32 would leak.
+    """
 
-def downcast_outputs_to_float16(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook: floating outputs go to FP16."""
-    return convert_floats(output, _to_float16)
+    dtype: torch.dtype
 
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return convert_floats(output, self._convert)
 
-def upcast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook: floating outputs go to FP32."""
-    return convert_floats(output, _to_fp32)
+    def _convert(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor.to(self.dtype)
 
 
 def upcast_model_outputs(module: nn.Module, args: Any, output: Any) -> Any:
@@ -61,7 +61,6 @@ def upcast_model_outputs_without_loss(module: nn.Module, args: Any, output: Any)
 
 
 _MODEL_OUTPUT_UPCASTS = (upcast_model_outputs, upcast_model_outputs_without_loss)
-_OUTPUT_DOWNCASTS = (downcast_outputs_to_bfloat16, downcast_outputs_to_float16)
 
 
 def install_input_upcast(module: nn.Module) -> bool:
@@ -72,18 +71,15 @@ def install_input_upcast(module: nn.Module) -> bool:
     return True
 
 
-def install_output_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Make a module return its floating outputs in `dtype`. Return whether the hook is new."""
-    hook = downcast_outputs_to_bfloat16 if dtype == torch.bfloat16 else downcast_outputs_to_float16
-    return _install_output_hook(module, hook)
-
-
-def install_output_upcast(module: nn.Module) -> bool:
-    """Make a module return exact FP32 copies of its floating outputs. Return whether the hook is new."""
-    is_new = _install_output_hook(module, upcast_outputs)
+def install_output_conversion(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Make a module return its floating outputs in `dtype`: FP32 means exact copies. Return whether this is new."""
+    hook, hooks = ConvertOutputs(dtype), module._forward_hooks
+    is_new = hook not in hooks.values()
+    if is_new:  # first, so that the forward hooks of others see the output that the next module gets
+        module.register_forward_hook(hook, prepend=True)
     # Hooks that round outputs stay first: copies that were rounded after all would be 16-bit.
-    for key in [key for key, hook in module._forward_hooks.items() if hook in _OUTPUT_DOWNCASTS]:
-        module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+    for key in [k for k, h in hooks.items() if isinstance(h, ConvertOutputs) and h.dtype != torch.float32]:
+        hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
     return is_new
 
 
@@ -106,7 +102,7 @@ def remove_model_output_upcast(module: nn.Module) -> bool:
     """Undo `install_model_output_upcast` and upcasts of outputs below. Return whether it was installed."""
     installed = returns_float32(module)
     for part in module.modules() if installed else ():
-        remove_hooks(part, (*_MODEL_OUTPUT_UPCASTS, upcast_outputs))
+        remove_hooks(part, (*_MODEL_OUTPUT_UPCASTS, ConvertOutputs(torch.float32)))
     return installed
 
 
@@ -123,28 +119,12 @@ def remove_hooks(module: nn.Module, hooks: Collection[Any] | None = None) -> Non
                     table.pop(key, None)  # type: ignore[attr-defined]
 
 
-def _install_output_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
-    if hook in module._forward_hooks.values():
-        return False
-    # First, so that the forward hooks of others see the output that the next module gets.
-    module.register_forward_hook(hook, prepend=True)
-    return True
-
-
 def _to_fp32(tensor: Tensor, name: str) -> Tensor:
     return tensor.to(torch.float32)
 
 
 def _16_bit_to_fp32(tensor: Tensor, name: str) -> Tensor:
     return tensor.to(torch.float32) if tensor.dtype in LOW_PRECISION_DTYPES else tensor
-
-
-def _to_bfloat16(tensor: Tensor, name: str) -> Tensor:
-    return tensor.to(torch.bfloat16)
-
-
-def _to_float16(tensor: Tensor, name: str) -> Tensor:
-    return tensor.to(torch.float16)
 
 
 def to_fp32_copies(value: Any) -> Any:

@@ -12,6 +12,7 @@ they are unavailable, it silently sums in BF16. So known numbers are summed firs
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -39,6 +40,7 @@ _PERIOD = 4093
 """After this many elements, the numbers that `_sums_in_fp32` sends repeat. A prime, so that shards begin anywhere."""
 
 
+@dataclass(eq=False)
 class FP32ReduceScatter:
     """The reduce-scatter that `FSDPModule.set_custom_reduce_scatter` takes: it sums in FP32.
 
@@ -49,13 +51,10 @@ class FP32ReduceScatter:
         divisor: divides sums for `ReduceOp.AVG`; None stands for the number of ranks.
     """
 
-    def __init__(
-        self, wire_dtype: torch.dtype, scratch: ScratchBuffers, fp32_output: bool, divisor: float | None = None
-    ) -> None:
-        self.wire_dtype = wire_dtype
-        self.scratch = scratch
-        self.fp32_output = fp32_output
-        self.divisor = divisor
+    wire_dtype: torch.dtype
+    scratch: ScratchBuffers
+    fp32_output: bool
+    divisor: float | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory from which FSDP2 sends, and into which it receives."""

@@ -14,40 +14,30 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _upcast(values, IS_BF16: tl.constexpr, SUM_DTYPE: tl.constexpr):
+def _upcast(values, SUM_DTYPE: tl.constexpr):
     """Convert loaded elements to SUM_DTYPE; BF16 ones come as 16-bit patterns."""
-    if IS_BF16:
+    if values.dtype == tl.int16:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return values.to(SUM_DTYPE)
 
 
 @triton.jit
-def mean(
-    per_rank,
-    out,
-    ranks,
-    count,
-    divisor,
-    FROM_BF16: tl.constexpr,
-    SUM_DTYPE: tl.constexpr,
-    TO_BF16: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def mean(per_rank, out, ranks, count, divisor, SUM_DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute `out[i] = round((per_rank[0, i] + per_rank[1, i] + …) / divisor)`; `per_rank` has shape (ranks, count).
 
-    BF16 is loaded (FROM_BF16) and stored (TO_BF16) as 16-bit patterns and converted here: the casts of Triton's
-    interpreter truncate, and lose subnormals.
+    BF16 is loaded and stored as 16-bit patterns and converted here: the casts of Triton's interpreter truncate, and
+    lose subnormals.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     stride = tl.zeros_like(offsets) + count  # 64 bits; Triton turns a count of 1 into a constant, which has no `.to`
-    total = _upcast(tl.load(per_rank + offsets, mask=mask, other=0), FROM_BF16, SUM_DTYPE)
+    total = _upcast(tl.load(per_rank + offsets, mask=mask, other=0), SUM_DTYPE)
     for rank in range(1, ranks):
-        total += _upcast(tl.load(per_rank + rank * stride + offsets, mask=mask, other=0), FROM_BF16, SUM_DTYPE)
+        total += _upcast(tl.load(per_rank + rank * stride + offsets, mask=mask, other=0), SUM_DTYPE)
     divisors = tl.full((BLOCK,), divisor, SUM_DTYPE)
     total = tl.div_rn(total, divisors) if tl.float32 == SUM_DTYPE else total / divisors
-    if TO_BF16:
+    if out.dtype.element_ty == tl.int16:
         pattern = total.to(tl.float32).to(tl.int32, bitcast=True)
         pattern = (pattern + ((pattern >> 16) & 1) + 0x7FFF) >> 16
         pattern = tl.where(total != total, 0x7FC0, pattern)
@@ -63,11 +53,8 @@ def launch_mean(per_rank: Tensor, divisor: float, out: Tensor) -> Tensor:
     if count:
         on_cpu = per_rank.device.type == "cpu"
         with nullcontext() if on_cpu else torch.get_device_module(per_rank.device).device(per_rank.device):
-            mean[(triton.cdiv(count, _BLOCK),)](
-                *(_bf16_as_patterns(per_rank), _bf16_as_patterns(out), ranks, count, float(divisor)),
-                **{"FROM_BF16": per_rank.dtype == torch.bfloat16, "SUM_DTYPE": sum_dtype},
-                **{"TO_BF16": out.dtype == torch.bfloat16, "BLOCK": _BLOCK, "enable_fp_fusion": False},
-            )
+            arguments = (_bf16_as_patterns(per_rank), _bf16_as_patterns(out), ranks, count, float(divisor))
+            mean[(triton.cdiv(count, _BLOCK),)](*arguments, SUM_DTYPE=sum_dtype, BLOCK=_BLOCK, enable_fp_fusion=False)
     return out
 
 

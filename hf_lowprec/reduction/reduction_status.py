@@ -49,7 +49,7 @@ class ReductionStatus:
         by = " by NCCL" if self.reduction == "nccl" else ""
         lines = [
             f"{model.wrapper}: FP32 sums{by} over {model.ranks} ranks, 16-bit gradients on the wire"
-            f"{_describe_scratch(model.scratch.nbytes)}"
+            + (f", {nbytes / 2**20:,.1f} MiB of scratch memory" if (nbytes := model.scratch.nbytes) else "")
             for model in self.models
         ]
         if self.grad_accumulation == "fp32":
@@ -60,7 +60,3 @@ class ReductionStatus:
 
     def __str__(self) -> str:
         return "\n".join(self.lines()) or "nothing is reduced: one process, or no model prepared yet"
-
-
-def _describe_scratch(nbytes: int) -> str:
-    return f", {nbytes / 2**20:,.1f} MiB of scratch memory" if nbytes else ""

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from hf_lowprec.casting import apply_plan, cast_model, fp32_rules
+from hf_lowprec.casting import cast, cast_model, fp32_rules
 from hf_lowprec.casting.listed_classes import (
     CLASSES_CALLED_WITH_FP32,
     CLASSES_COMPUTING_IN_FP32,
@@ -158,6 +158,6 @@ def test_a_mistake_of_ours_is_not_left_to_the_layer(
     if norms_are_cast:
         monkeypatch.setattr(fp32_rules, "is_norm", lambda module: False)
     else:
-        monkeypatch.setitem(apply_plan.INSTALL, "downcast outputs", lambda *args: False)
+        monkeypatch.setitem(cast.INSTALL, "downcast outputs", lambda *args: False)
     outcome = check(transformers.HubertForCTC, "hubert")
     assert (outcome.kind, outcome.broken) == (FAILS, (POSITIONS,) * broken), outcome
