@@ -157,11 +157,14 @@ class FusedGroupUpdates:
         name = next((name for name in SECOND_MOMENTS if name in before), None)
         if name is None or (name not in spec.scales and spec.tensors[name] not in LOW_PRECISION_DTYPES):
             return None
-        old, new = load_states(spec, before)[name].double(), after[name].double()
+        start, exact = load_states(spec, before)[name].double(), after[name].double()
+        grid: Tensor | None = None
         if name in spec.scales:
             grid = code_spacing(before[name], before[spec.scales[name]], nonnegative=True).double()
-            return SecondMoment(name, old, new + intended_bias(unbiased_variance(new - old, grid), new), grid)
-        return SecondMoment(name, old, new, spacing(old, spec.tensors[name]) if name in self._stochastic else None)
+            exact += intended_bias(unbiased_variance(exact - start, grid), exact)
+        elif name in self._stochastic:
+            grid = spacing(start, spec.tensors[name])
+        return SecondMoment(name, start, exact, grid)
 
     def _stored_value(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """The FP64 sum of weights and their low bits in `state`, both given in FP32."""
@@ -195,7 +198,7 @@ class FusedGroupUpdates:
         group, scalars = self._fused_group, self._fused_group.scalars.clone()
         try:
             formula = self._optimizer.scalars
-            group.step_scalars.compute(lambda of, lr, step: formula({**of, "weight_decay": 0.0}, lr, step))
+            group.step_scalars.compute(lambda options, lr, step: formula({**options, "weight_decay": 0.0}, lr, step))
             return self._scalar_columns()
         finally:
             group.scalars.copy_(scalars)

@@ -66,12 +66,12 @@ def slope_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tens
     return _share_sums(square, exact * stored, variance, weights)
 
 
-def _share_sums(whole: Tensor, kept: Tensor, variance: Tensor | None, weights: Tensor) -> Tensor:
-    """The sums of a share `Σ kept / Σ whole`, where unbiased rounding would give `kept` this variance."""
+def _share_sums(exact: Tensor, stored: Tensor, variance: Tensor | None, weights: Tensor) -> Tensor:
+    """The sums of a share `Σ stored / Σ exact`, where unbiased rounding would give `stored` this variance."""
     sums = (
-        whole.sum(1) * weights,
-        kept.sum(1) * weights,
-        (kept - whole).square_().sum(1) * weights**2,
+        exact.sum(1) * weights,
+        stored.sum(1) * weights,
+        (stored - exact).square_().sum(1) * weights**2,
         torch.zeros_like(weights) if variance is None else variance.sum(1) * weights**2,
     )
     return torch.stack(sums, dim=1)

@@ -232,8 +232,8 @@ class WatchedParameters:
             shard, first = self.low_bits(row), self.first_low_bits.get(row)
             if shard is not None and (first is None or first.dtype != shard.dtype):
                 new[row] = shard
-        for of_one_dtype in self.divide(new, new):
-            self.first_low_bits |= self._samples(of_one_dtype, [new[row] for row in of_one_dtype])
+        for same_dtype in self.divide(new, new):
+            self.first_low_bits |= self._samples(same_dtype, [new[row] for row in same_dtype])
 
     def _samples(self, rows: list[int], shards: list[Tensor]) -> dict[int, Tensor]:
         """The samples of `shards`, by row, on the device of the parameters; states may be on the host."""
