@@ -1,6 +1,7 @@
-"""Checks of parameter groups, and of the parameters, gradients and states in them.
+"""Checks of parameter groups, and of the parameters and gradients in them.
 
-`optimizer.py` calls the checks of groups, `step/step_plan.py` those of parameters, gradients and states.
+`optimizer.py` calls the checks of groups, `step/step_plan.py` those of parameters and gradients; `ParamEntry` checks
+whether a parameter, its gradient and its states agree.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.arguments import EXECUTION_ARGUMENTS, LARGEST, Argument, hint
-from hf_lowprec.optim.sharding import check_placements, full_shape, is_sharded, local_shard, placements_of_mean
+from hf_lowprec.optim.sharding import check_placements, full_shape, is_sharded, local_shard
 from hf_lowprec.rounding import MODES
-from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -197,26 +197,6 @@ def check_apart(params: Mapping[int, Tensor]) -> None:
             )
 
 
-def check_placement(index: int, param: Tensor, tensor: Tensor, mean_over: int | None = None) -> None:
-    """Raise ValueError unless `tensor`, a gradient or state, is placed as its parameter and has shards of its shape.
-
-    A mean over the dimension `mean_over` is not sharded there.
-    """
-    actual = getattr(tensor, "placements", None)
-    expected = placements_of_mean(param, mean_over) if is_sharded(param) else None
-    if actual != expected:
-        raise ValueError(
-            f"parameter {index} is placed as {expected or 'a plain tensor'} and its gradient or a state as "
-            f"{actual or 'a plain tensor'}; these must agree (reduce the gradient first, or build a new optimizer)"
-        )
-    shard, shard_of_param = local_shard(tensor), local_shard(param)
-    if mean_over is None and tensor.shape == param.shape and shard.shape != shard_of_param.shape:
-        raise ValueError(
-            f"parameter {index} of shape {tuple(param.shape)} has a shard of shape {tuple(shard_of_param.shape)} here, "
-            f"and its gradient or a state has one of {tuple(shard.shape)}; these must agree"
-        )
-
-
 def check_matrix(param: Tensor) -> None:
     """Raise ValueError unless `param` is a matrix or a stack of matrices."""
     if len(full_shape(param)) not in (2, 3):
@@ -243,50 +223,3 @@ def check_not_capturing() -> None:
             "a CUDA graph cannot capture a step, nor a backward pass with gradient_release or offload_gradients; end "
             "the capture before it"
         )
-
-
-def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None:
-    """Raise ValueError if `param` was cast to FP32 after steps with a compensation or remainder.
-
-    An FP32 parameter is stepped without them, so what they hold would be lost silently.
-    """
-    if param.dtype != torch.float32:
-        return
-    for name in AUXILIARY_STATES.keys() & state.keys():
-        joined = f"hf_lowprec.rounding.fp32_value(param.data, optimizer.state[param].pop({name!r}))"
-        raise ValueError(
-            f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. "
-            f"Join both, param.data.copy_({joined}), or build a new optimizer"
-        )
-
-
-def check_memory(group: ParamGroup, position: int, index: int, what: str, tensor: Tensor) -> None:
-    """Raise RuntimeError if the memory of `tensor` was freed.
-
-    Args:
-        group: the group of the parameter that `tensor` belongs to.
-        position: the parameter's position in the group.
-        index: its position in the optimizer.
-        what: the tensor's name in messages.
-        tensor: the parameter, its gradient or one of its states.
-    """
-    layout = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in layout) if layout else tensor.numel() - 1
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
-    available = tensor.untyped_storage().nbytes()
-    if available < needed:
-        name = f" ({group['param_names'][position]})" if "param_names" in group else ""
-        raise RuntimeError(
-            f"parameter {index}{name} cannot be stepped: the memory of {what} was freed (its storage has {available} "
-            f"bytes and {needed} are needed), as with untyped_storage().resize_(0); call step() before it is freed"
-        )
-
-
-def raise_mismatch(index: int, param: Tensor, grad: Tensor, state: dict[str, Any]) -> NoReturn:
-    """Raise the ValueError for a gradient or state whose shape or device is not that of its parameter."""
-    tensors = {"grad": grad, **{name: value for name, value in state.items() if name != "step"}}
-    listed = ", ".join(f"{name} {tuple(t.shape)} on {t.device}" for name, t in tensors.items())
-    raise ValueError(
-        f"parameter {index} has shape {tuple(param.shape)} on {param.device} and {listed}: it was resized or moved "
-        "after its first step; build a new optimizer, or change its state accordingly"
-    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hf_lowprec import PrecisionMonitor
-from hf_lowprec.optim import AdamW, validation
+from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.step import param_entry
 from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes import forkserver
@@ -227,7 +227,7 @@ def test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch):
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
-        monkeypatch.setattr(validation, "check_memory", lambda *_: pytest.fail("checked on a standing plan"))
+        monkeypatch.setattr(param_entry.ParamEntry, "check_memory", lambda *_: pytest.fail("on a standing plan"))
 
 
 def test_low_addresses_are_ordinary(monkeypatch):

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.param_groups import number_of
-from hf_lowprec.optim.sharding import local_shard, when_written
+from hf_lowprec.optim.sharding import is_sharded, local_shard, placements_of_mean, when_written
 from hf_lowprec.optim.state.fp32_weights import start_with_low_bits, states_of_other_modes
 from hf_lowprec.optim.state.states import state_tensors, zeros_apart
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR, KernelSpec, StoredState
 from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bits
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 _LOW = 1 << 36
 """A tensor without memory has its offset as address, below this one. Others may lie there, too."""
@@ -73,7 +73,7 @@ class ParamEntry:
         self.number = number_of(self.param, index, group)
         self.optimizer_state: dict[str, Any] = optimizer.state[self.param]
         self.plain_copies: list[PlainCopy] = []
-        validation.check_compensation(index, self.param, self.optimizer_state)
+        self._check_compensation()
         self.weight = self._in_plain_memory("the parameter itself", self.param)
         self.check_memory("its gradient", local_shard(grad))
         self.stored = state_tensors(optimizer, group, self.param)
@@ -133,7 +133,29 @@ class ParamEntry:
 
     def check_memory(self, what: str, part: Tensor) -> None:
         """Raise RuntimeError if the memory of `part`, called `what` in the message, was freed."""
-        validation.check_memory(self.group, self._position, self._index, what, part)
+        layout = () if part.is_contiguous() else zip(part.shape, part.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in layout) if layout else part.numel() - 1
+        needed = (part.storage_offset() + last + 1) * part.element_size() if part.numel() else 0
+        available = part.untyped_storage().nbytes()
+        if available < needed:
+            name = f" ({self.group['param_names'][self._position]})" if "param_names" in self.group else ""
+            raise RuntimeError(
+                f"parameter {self._index}{name} cannot be stepped: the memory of {what} was freed (its storage has "
+                f"{available} bytes and {needed} are needed), as with untyped_storage().resize_(0); call step() before "
+                "it is freed"
+            )
+
+    def _check_compensation(self) -> None:
+        """Raise ValueError if the parameter was cast to FP32 after steps with a compensation or remainder.
+
+        An FP32 parameter is stepped without them, so what they hold would be lost silently.
+        """
+        for name in AUXILIARY_STATES.keys() & self.optimizer_state.keys() if self.param.dtype == torch.float32 else ():
+            joined = f"hf_lowprec.rounding.fp32_value(param.data, optimizer.state[param].pop({name!r}))"
+            raise ValueError(
+                f"parameter {self._index} is float32 and its state has a {name!r}: it was cast after its first step. "
+                f"Join both, param.data.copy_({joined}), or build a new optimizer"
+            )
 
     def _in_plain_memory(self, what: str, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or state; if it is not in plain memory, a copy that steps write back."""
@@ -173,8 +195,35 @@ class ParamEntry:
         of_grad = grad, param.shape, None, optimizer.gradient_device(param)
         for tensor, shape, mean_over, expected_device in (of_grad, *of_states):
             if tensor.shape != shape or tensor.device != expected_device:
-                validation.raise_mismatch(self._index, param, grad, self.optimizer_state)
-            validation.check_placement(self._index, param, tensor, mean_over)
+                tensors = {
+                    "grad": grad,
+                    **{name: value for name, value in self.optimizer_state.items() if name != "step"},
+                }
+                listed = ", ".join(f"{name} {tuple(t.shape)} on {t.device}" for name, t in tensors.items())
+                raise ValueError(
+                    f"parameter {self._index} has shape {tuple(param.shape)} on {param.device} and {listed}: it was "
+                    "resized or moved after its first step; build a new optimizer, or change its state accordingly"
+                )
+            self._check_placement(tensor, mean_over)
+
+    def _check_placement(self, tensor: Tensor, mean_over: int | None) -> None:
+        """Raise ValueError unless a gradient or state is placed as the parameter is, and has shards of its shape.
+
+        A mean over the dimension `mean_over` is not sharded there.
+        """
+        param, actual = self.param, getattr(tensor, "placements", None)
+        expected = placements_of_mean(param, mean_over) if is_sharded(param) else None
+        if actual != expected:
+            raise ValueError(
+                f"parameter {self._index} is placed as {expected or 'a plain tensor'} and its gradient or a state as "
+                f"{actual or 'a plain tensor'}; these must agree (reduce the gradient first, or build a new optimizer)"
+            )
+        shard, own = local_shard(tensor), local_shard(param)
+        if mean_over is None and tensor.shape == param.shape and shard.shape != own.shape:
+            raise ValueError(
+                f"parameter {self._index} of shape {tuple(param.shape)} has a shard of shape {tuple(own.shape)} here, "
+                f"and its gradient or a state has one of {tuple(shard.shape)}; these must agree"
+            )
 
 
 def in_plain_memory(tensor: Tensor) -> Tensor:
@@ -195,7 +244,7 @@ def are_in_plain_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> 
 
 
 def may_be_freed(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
-    """Return whether the memory of a tensor may have been freed; `validation.check_memory` makes sure."""
+    """Return whether the memory of a tensor may have been freed; `ParamEntry.check_memory` makes sure."""
     return min(addresses, default=_LOW) < _LOW and any(
         address == tensor.storage_offset() * tensor.element_size() and tensor.numel() > 0
         for tensor, address in zip(tensors, addresses, strict=True)
