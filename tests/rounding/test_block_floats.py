@@ -8,15 +8,11 @@ import torch
 from hf_lowprec.rounding.block_floats import BLOCK, block_max, decode, encode
 from tests.support.rounding import block_floats as reference
 from tests.support.rounding.block_floats import DRAWS, EIGHTH, FIRST_MOMENT, OCTAVE, QUARTER, SECOND_MOMENT, Format
+from tests.support.rounding.fp32_patterns import INF, LARGEST, NANS, floats
 
 FP32, INT32 = torch.float32, torch.int32
 FORMATS = pytest.mark.parametrize("format", [FIRST_MOMENT, SECOND_MOMENT], ids=["signed", "nonnegative"])
-INF, LARGEST = 0x7F800000, 0x7F7FFFFF
 ALL_DRAWS = torch.arange(DRAWS, dtype=INT32)
-
-
-def floats(pattern: torch.Tensor) -> torch.Tensor:
-    return torch.where(pattern >= 2**31, pattern - 2**32, pattern).to(INT32).view(FP32)
 
 
 def random_patterns(format: Format, low: int, high: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -49,20 +45,28 @@ def assert_as_reference(format: Format, blocks: torch.Tensor) -> tuple[torch.Ten
     return code, decoded
 
 
-@FORMATS
-def test_blocks_of_all_magnitudes_at_once(format):
-    assert_as_reference(format, floats(random_patterns(format, 0, INF, 256, BLOCK)))
-
-
-@FORMATS
-@pytest.mark.parametrize("octaves", [0.01, 3, 12, 30, 60])
-def test_blocks_of_near_values_at_every_exponent(format, octaves):
+def near_values(format: Format, octaves: float) -> torch.Tensor:
     """Down from every exponent; the widest leave the window."""
-    width = int(octaves * OCTAVE)
     highest = torch.arange(255)[:, None] * OCTAVE + OCTAVE // 3
-    below = random_patterns(format, 0, width, 255, BLOCK)
-    magnitude = (highest - below % 2**31).clamp(0)
-    assert_as_reference(format, floats(magnitude + below // 2**31 * 2**31))
+    below = random_patterns(format, 0, int(octaves * OCTAVE), 255, BLOCK)
+    return (highest - below % 2**31).clamp(0) + below // 2**31 * 2**31
+
+
+MAGNITUDES = {
+    "all at once": lambda format: random_patterns(format, 0, INF, 256, BLOCK),
+    **{f"{n} octaves": lambda format, n=n: near_values(format, n) for n in (0.01, 3, 12, 30, 60)},
+    # Below the lowest scale the window no longer follows the block's largest element.
+    **{
+        f"below 2**{n}": lambda format, n=n: random_patterns(format, 0, 1 << n, 64, BLOCK)
+        for n in (1, 12, 21, 23, 24, 28)
+    },
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("magnitudes", MAGNITUDES)
+def test_blocks_of_random_magnitudes(format, magnitudes):
+    assert_as_reference(format, floats(MAGNITUDES[magnitudes](format)))
 
 
 @FORMATS
@@ -98,13 +102,6 @@ def test_a_negative_zero_keeps_its_sign():
 
 
 @FORMATS
-@pytest.mark.parametrize("high", [2, 1 << 12, 1 << 21, 1 << 23, 1 << 24, 1 << 28], ids=hex)
-def test_subnormals_and_other_small_numbers(format, high):
-    """Below the lowest scale the window no longer follows the block's largest element."""
-    assert_as_reference(format, floats(random_patterns(format, 0, high, 64, BLOCK)))
-
-
-@FORMATS
 def test_infinities_and_nan_stay_and_the_rest_of_their_block_is_lost(format):
     special = [math.inf, math.nan, 3.4e38] + [-math.inf] * format.signed
     ordinary = [1.0, 0.0, 1e-3, 1e30]
@@ -124,7 +121,7 @@ def test_infinities_and_nan_stay_and_the_rest_of_their_block_is_lost(format):
 
 
 @FORMATS
-@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FBFFFFF, 0xFFC00000], ids=hex)
+@pytest.mark.parametrize("pattern", NANS, ids=hex)
 def test_a_nan_of_any_payload_and_sign_is_a_nan(format, pattern):
     block = torch.ones(1, BLOCK)
     block[0, 5] = floats(torch.tensor(pattern))

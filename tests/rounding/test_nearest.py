@@ -11,21 +11,13 @@ import pytest
 import torch
 
 from hf_lowprec.rounding import round_nearest, sqrt_rn
+from tests.support.rounding.fp32_patterns import INF, NANS, floats, patterns
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-INF, ALL_PATTERNS = 0x7F800000, 1 << 16
+ALL_PATTERNS = 1 << 16
 # Lower 16 bits of FP32 patterns: zero, the smallest, around quarters and the tie, the largest; and four arbitrary ones.
 FRACTIONS = [0, 1, 2, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xC000, 0xFFFE, 0xFFFF]
 FRACTIONS += [0x1234, 0x5A5A, 0x9E37, 0xDEAD]
-NANS = [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000, 0x7F80FFFF, 0xFF800001 - 2**32, 0xFFC00000 - 2**32, 0x7FBFFFFF]
-
-
-def patterns(value: torch.Tensor) -> torch.Tensor:
-    return value.view(torch.int32).long() & 0xFFFFFFFF
-
-
-def floats(pattern: torch.Tensor) -> torch.Tensor:
-    return torch.where(pattern >= 2**31, pattern - 2**32, pattern).to(torch.int32).view(FP32)
 
 
 def magnitudes(pattern: torch.Tensor) -> torch.Tensor:
@@ -68,17 +60,10 @@ def test_every_fraction_of_some_binades():
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("pattern", NANS, ids=lambda p: hex(p & 0xFFFFFFFF))
-def test_nan_of_any_payload_stays_nan_in_storage(pattern, dtype):
-    value = torch.tensor([pattern], dtype=torch.int32).view(FP32)
+def test_nan_of_any_payload_stays_nan_in_storage(dtype):
+    value = floats(torch.tensor(NANS))
     assert round_nearest(value, dtype).isnan().all()
     assert round_nearest(value, dtype).to(dtype).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_infinities_and_zeros_keep_their_bits(dtype):
-    value = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
-    assert torch.equal(patterns(round_nearest(value, dtype)), patterns(value))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +72,9 @@ def test_infinities_and_zeros_keep_their_bits(dtype):
 @pytest.mark.parametrize("sign", [0, 0x80000000])
 def test_overflow_begins_half_an_ulp_above_the_largest_finite(dtype, largest, half_ulp, sign):
     # The largest finite pattern is odd in both formats, so the tie goes to the even one: infinity.
-    pattern = torch.tensor([largest, largest + half_ulp - 1, largest + half_ulp, 0x7F7FFFFF]) + sign
+    pattern = torch.tensor([largest, largest + half_ulp - 1, largest + half_ulp, 0x7F7FFFFF, INF]) + sign
     rounded = round_nearest(floats(pattern), dtype)
-    assert patterns(rounded).tolist() == [largest + sign, largest + sign, INF + sign, INF + sign]
+    assert patterns(rounded).tolist() == [largest + sign, largest + sign, *[INF + sign] * 3]
 
 
 def fp16_magnitudes(pattern: np.ndarray) -> np.ndarray:

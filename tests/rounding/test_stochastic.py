@@ -8,23 +8,14 @@ import pytest
 import torch
 
 from hf_lowprec.rounding import round_stochastic
+from tests.support.rounding.fp32_patterns import NANS, floats, patterns
 
-FP32 = torch.float32
-INF, WORDS = 0x7F800000, 1 << 16
+WORDS = 1 << 16
 ALL_WORDS = torch.arange(WORDS, dtype=torch.int32)
 # Upper halves: ones, ends of binades, both signs, zeros, subnormals, the smallest normal, the largest finite values.
 TOPS = [0x3F80, 0x3F81, 0x3FFF, 0xBF80, 0xBFFF, 0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x807F, 0x0080, 0x4234, 0xC9AB]
 TOPS += [0x7F7E, 0x7F7F, 0xFF7E, 0xFF7F]
 FRACTIONS = [0, 1, 2, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xDEAD, 0xFFFE, 0xFFFF]
-NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7F80FFFF, 0xFF80FFFF, 0x7FC00000, 0xFFC00000, 0x7FBFFFFF]
-
-
-def patterns(value: torch.Tensor) -> torch.Tensor:
-    return value.view(torch.int32).long() & 0xFFFFFFFF
-
-
-def floats(pattern: torch.Tensor) -> torch.Tensor:
-    return torch.where(pattern >= 2**31, pattern - 2**32, pattern).to(torch.int32).view(FP32)
 
 
 def one(pattern: int) -> torch.Tensor:
@@ -59,17 +50,3 @@ def test_nan_of_any_payload_stays_nan_for_every_word(pattern):
     rounded = round_stochastic(one(pattern).expand(WORDS), ALL_WORDS)
     assert rounded.isnan().all()
     assert rounded.to(torch.bfloat16).isnan().all()
-
-
-@pytest.mark.parametrize("sign", [0, 0x80000000])
-def test_infinity_stays_for_every_word(sign):
-    assert (patterns(round_stochastic(one(INF + sign).expand(WORDS), ALL_WORDS)) == INF + sign).all()
-
-
-@pytest.mark.parametrize("sign", [0, 0x80000000])
-def test_only_values_beyond_the_largest_finite_become_infinite(sign):
-    largest = 0x7F7F0000
-    for pattern, infinite in [(largest - 1, 0), (largest, 0), (largest + 1, 1), (largest + 0x8000, 0x8000)]:
-        rounded = patterns(round_stochastic(one(pattern + sign).expand(WORDS), ALL_WORDS))
-        assert (rounded == INF + sign).sum().item() == infinite, hex(pattern)
-        assert not floats(rounded).isnan().any()
