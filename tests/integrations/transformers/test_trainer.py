@@ -153,6 +153,7 @@ def test_a_learning_rate_in_optim_args_is_trainers(tmp_path):
             r"weight_decay=0\.2 and weight_decay=0\.1 in optim_args differ; remove one of them",
         ),
         ({"optim_args": "lr=0.1", "learning_rate": 1e-3}, r"learning_rate=0\.001 and lr=0\.1 in optim_args differ"),
+        ({"fp16": True}, "fp16=True is incompatible with pure BF16 training"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True would cast the model"),
         ({"fp16_full_eval": True}, "fp16_full_eval=True would cast the model"),
         ({"optim_target_modules": ["mlp"]}, re.escape("optim_target_modules=['mlp'] selects modules for GaLore")),
@@ -177,28 +178,28 @@ def test_an_optimizer_chosen_too_late_is_refused(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bf16_split"])
+WRONG = [
+    ({"callbacks": 3}, TypeError),
+    ({"no_argument": 1}, TypeError),
+    ({"model_init": llama}, ValueError),
+    ({"train_dataset": iter(())}, ValueError),
+    ({"optimizers": (None, None, None)}, ValueError),
+    ({"eval_dataset": None}, ValueError),
+]
+WORDS = ("beta=0.9", "eps=-1", "betas=2|3", "reduction=ring")
+
+
 @pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"callbacks": 3}, TypeError),
-        ({"no_argument": 1}, TypeError),
-        ({"model_init": llama}, ValueError),
-        ({"train_dataset": iter(())}, ValueError),
-        ({"optimizers": (None, None, None)}, ValueError),
-        ({"eval_dataset": None}, ValueError),
-        *(({"optim_args": words}, ValueError) for words in ("beta=0.9", "eps=-1", "betas=2|3", "reduction=ring")),
-    ],
+    ("optim", "optim_args", "wrong", "error"),
+    [(optim, None, *wrong) for optim in ("adamw_torch", "adamw_bf16_split") for wrong in WRONG]
+    + [("adamw_bf16_split", words, {}, ValueError) for words in WORDS],
 )
-def test_what_is_refused_leaves_the_model_as_it_was(tmp_path, optim, wrong, error):
-    model, words = llama(), {key: value for key, value in wrong.items() if key == "optim_args"}
-    if words and optim == "adamw_torch":
-        pytest.skip("its arguments are torch's")
-    args = arguments(tmp_path, optim=optim, max_steps=-1, eval_strategy="steps", **words)
+def test_what_is_refused_leaves_the_model_as_it_was(tmp_path, optim, optim_args, wrong, error):
+    model = llama()
+    args = arguments(tmp_path, optim=optim, optim_args=optim_args, max_steps=-1, eval_strategy="steps")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    given = {"train_dataset": counting_data(), "eval_dataset": counting_data(), **wrong}
     with pytest.raises(error):
-        Trainer(model, args, **{key: value for key, value in given.items() if key not in words})
+        Trainer(model, args, **{"train_dataset": counting_data(), "eval_dataset": counting_data(), **wrong})
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == before[name].dtype
         assert torch.equal(tensor, before[name])
