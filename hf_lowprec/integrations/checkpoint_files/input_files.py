@@ -20,17 +20,6 @@ class InputError(ValueError):
     """
 
 
-def check_path_exists(name: str, option: str) -> None:
-    """Raise InputError if `name` looks like a path that does not exist, so that it is not searched for on the Hub.
-
-    Args:
-        name: the name as entered by the user.
-        option: its option or argument, for the message.
-    """
-    if name.startswith((".", "/", "~", "\\")) and not Path(os.path.expanduser(name)).exists():
-        raise InputError(f"{option}: there is no file or folder {name!r}")
-
-
 @contextmanager
 def explain_input_errors(what: str) -> Iterator[None]:
     """Turn any error inside into a one-line InputError: `what` and the error's reason.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_lowprec.integrations.checkpoint_files.input_files import InputError, check_path_exists, explain_input_errors
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,7 @@ def find_model_folder(name: str, argument: str = "MODEL") -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    check_path_exists(name, argument)
+    _check_path_exists(name, argument)
     local = Path(os.path.expanduser(name))
     if local.is_dir():
         return local
@@ -65,7 +65,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """
     import transformers
 
-    check_path_exists(name, "MODEL")
+    _check_path_exists(name, "MODEL")
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise InputError(f"there is no config.json in {name!r}; pass the folder of a saved model")
     failed = f"the configuration of {name!r} cannot be loaded"
@@ -116,6 +116,17 @@ def build_empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> n
                 f"{tuple(param.shape)}"
             )
     return model
+
+
+def _check_path_exists(name: str, option: str) -> None:
+    """Raise InputError if `name` looks like a path that does not exist, so that it is not searched for on the Hub.
+
+    Args:
+        name: the name as entered by the user.
+        option: its option or argument, for the message.
+    """
+    if name.startswith((".", "/", "~", "\\")) and not Path(os.path.expanduser(name)).exists():
+        raise InputError(f"{option}: there is no file or folder {name!r}")
 
 
 def _check_config(content: dict[str, Any], name: str) -> None:

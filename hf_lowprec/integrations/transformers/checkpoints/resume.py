@@ -221,7 +221,7 @@ def _newest(folder: Path, found: list[dict[str, Examined]]) -> Path | None:
             "pass the path of another checkpoint"
         )
     if skipped:
-        _warn("resuming from %s; skipped: %s", folder / str(chosen), reasons)
+        _warn(f"resuming from {folder / str(chosen)}; skipped: {reasons}")
     return None if chosen is None else folder / chosen
 
 
@@ -257,22 +257,18 @@ def _warn_of_incomplete_state(checkpoint: Path) -> None:
     """Warn of what is not restored: optimizer and random states, and fields that are unknown to this Trainer."""
     if not holds_optimizer(checkpoint):
         _warn(
-            "%s contains no optimizer state (save_only_model=True does not save it): training continues with fresh "
-            "moments and without compensation, and the learning rate schedule starts over",
-            checkpoint,
+            f"{checkpoint} contains no optimizer state (save_only_model=True does not save it): training continues "
+            "with fresh moments and without compensation, and the learning rate schedule starts over"
         )
     elif not _holds(checkpoint, "rng_state*.pth"):
         _warn(
-            "%s contains no random states: dropout and the order of batches will differ from the original run",
-            checkpoint,
+            f"{checkpoint} contains no random states: dropout and the order of batches will differ from the original "
+            "run"
         )
-    unknown = _unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
-    if unknown:
+    if unknown := _unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME)):
         _warn(
-            "%s of %s was written by another version of transformers; ignored fields: %s",
-            TRAINER_STATE_NAME,
-            checkpoint,
-            ", ".join(unknown),
+            f"{TRAINER_STATE_NAME} of {checkpoint} was written by another version of transformers; ignored fields: "
+            + ", ".join(unknown)
         )
 
 
@@ -290,6 +286,6 @@ def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _warn(message: str, *arguments: object) -> None:
+def _warn(message: str) -> None:
     if not _several_ranks() or dist.get_rank() == 0:
-        logger.warning(message, *arguments)
+        logger.warning("%s", message)
