@@ -327,7 +327,7 @@ def test_what_was_written_to_after_clipping_is_refused(mesh, change, kind):
     assert float(sum(moved)) ** 0.5 == pytest.approx(0.1 * 0.5, rel=41 * 2**-26 / 0.05)
 
 
-@pytest.mark.parametrize("change", [*CHANGES, Run.drop], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [*CHANGES, Run.drop, Run.drop_one], ids=lambda change: change.__name__)
 def test_a_norm_that_was_asked_for_belongs_to_its_gradients(change):
     """… of whatever kind the change is: nothing is pending, so there is nothing to refuse."""
     run = Run(SGD, max_grad_norm=0.5)
