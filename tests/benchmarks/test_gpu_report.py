@@ -54,8 +54,7 @@ def test_it_runs_what_runs_on_a_gpu():
     chosen = {name: value for name, value in os.environ.items() if name != "HF_LOWPREC_EVERY_CASE"}
     ids = subprocess.run(command, cwd=ROOT, env=chosen, capture_output=True, text=True, check=True).stdout.splitlines()
     files = [name.split("::")[0] for name in ids if "::" in name]
-    # The first tests what happens without a GPU, the second skips itself with one.
-    elsewhere = {"tests/optim/test_backend_selection.py", "tests/optim/test_sharding.py"}
+    elsewhere = {"tests/optim/test_sharding.py"}  # which skips itself with a GPU
     assert {*files} - elsewhere == {*gpu_report.TESTS}
     assert len(files) < 1000
     assert gpu_report.TESTS[-1] == "tests/gpu/test_sanitizer_on_gpu.py"
