@@ -1,12 +1,17 @@
-"""The checksum of a tensor's bits: what changes it, what does not, and its formula in Python's integers."""
+"""What is compared between ranks: settings, and the checksum of a tensor's bits, in Python's integers.
+
+Ranks that differ are in `tests/scripts/reduction_replicas.py` and `tests/distributed/test_rank_differences.py`.
+"""
 
 from itertools import combinations
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.reduction import compare_ranks as module
-from hf_lowprec.reduction.compare_ranks import checksum
+from hf_lowprec.reduction import check_replicas, compare_ranks
+from hf_lowprec.reduction.compare_ranks import checksum, synchronized_parameters, to_plain_value
+from tests.support.processes.ranks import run_script
 
 PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
@@ -20,6 +25,38 @@ def filled(dtype: torch.dtype, count: int) -> torch.Tensor:
     size = torch.empty(0, dtype=dtype).element_size()
     random = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(0))
     return random.to(PATTERNS[size]).view(dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_one_bit_on_one_rank_is_named_on_all():
+    assert run_script("reduction_replicas.py").count("check_") == 9
+
+
+def test_without_ranks_there_is_nothing_to_compare():
+    assert check_replicas(torch.nn.Linear(2, 2)) is None
+
+
+def test_parameters_that_ddp_ignores_are_a_ranks_own():
+    """They are found below DDP's prefix of names, and a tied one only if all of its names are ignored."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    names = ["0.weight", "0.bias", "1.bias"]
+    assert [name for name, _ in synchronized_parameters(model)] == names
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+    where = f"torch {torch.__version__} keeps them elsewhere"
+    assert [name for name, _ in synchronized_parameters(model)] == names[:2], where
+    outer = torch.nn.ModuleDict({"module": model})
+    assert [name for name, _ in synchronized_parameters(outer)] == ["module.0.weight", "module.0.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    assert [name for name, _ in synchronized_parameters(model)] == names, "DDP reduces it by its other name"
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "1.weight"])
+    assert [name for name, _ in synchronized_parameters(model)] == names[1:]
+
+
+def test_a_device_is_the_same_on_every_rank_but_for_its_index():
+    assert to_plain_value({"device": torch.device("cuda", 0)}) == to_plain_value({"device": torch.device("cuda", 1)})
+    assert to_plain_value(torch.device("cuda", 0)) != to_plain_value(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,13 +128,13 @@ def test_the_checksum_does_not_depend_on_the_size_of_chunks(monkeypatch, count):
     """Chunks are larger where each costs launches of kernels."""
     tensor = filled(torch.float32, count)
     expected = checksum(tensor).item()
-    monkeypatch.setattr(module, "_chunk_size", lambda device: 7)
+    monkeypatch.setattr(compare_ranks, "_chunk_size", lambda device: 7)
     assert checksum(tensor).item() == expected
 
 
 def test_few_launches_on_a_gpu():
-    assert module._chunk_size(torch.device("cpu")) == 1 << 16
-    assert module._chunk_size(torch.device("cuda", 1)) == 1 << 22
+    assert compare_ranks._chunk_size(torch.device("cpu")) == 1 << 16
+    assert compare_ranks._chunk_size(torch.device("cuda", 1)) == 1 << 22
 
 
 def test_a_tensor_on_the_meta_device_has_no_bits():
