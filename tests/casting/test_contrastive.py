@@ -14,9 +14,8 @@ from torch.nn.functional import cross_entropy
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.losses import upcast_predictions
 from tests.support.chosen_cases import nightly_except
-from tests.support.every_architecture.architecture_check import without_chance
+from tests.support.every_architecture.architecture_check import tiny_model
 from tests.support.every_architecture.tiny_batches import offers
-from tests.support.every_architecture.tiny_configs import tiny_config
 from tests.support.models.inspection import BF16, FP32
 
 Batch = dict[str, Any]
@@ -68,14 +67,12 @@ def test_these_are_all_classes_that_have_one() -> None:
 
 def built(name: str) -> tuple[Any, Batch]:
     """A tiny model, and a batch of pairs with its loss."""
-    model_class = getattr(transformers, name)
-    config: Any = tiny_config(model_class, CONTRASTIVE[name])
+    fields: dict[str, Any] = {}
     if name.startswith("BridgeTower"):
-        config.contrastive_hidden_size, config.logit_scale_init_value = 16, 2.6592  # of its checkpoints alone
+        fields = {"contrastive_hidden_size": 16, "logit_scale_init_value": 2.6592}  # of its checkpoints alone
+    model = tiny_model(getattr(transformers, name), CONTRASTIVE[name], **fields)
     if name.startswith("Clvp"):
-        config.decoder_config.decoder_fixing_codes = [83, 45, 45, 48]  # after a stop token; 248 is none here
-    torch.manual_seed(0)
-    model = without_chance(model_class(config))
+        model.config.decoder_config.decoder_fixing_codes = [83, 45, 45, 48]  # after a stop token; 248 is none here
     if name.startswith("PeAudio"):
         nn.init.ones_(model.text_audio_logit_scale)  # zero before it has trained
     kind = {"XCLIPModel": 5, "ClapModel": 4}.get(name, 0)  # dimensions of videos; of sounds

@@ -9,9 +9,8 @@ import transformers
 from torch import Tensor, nn
 
 from hf_lowprec.casting import cast_model, uncast_model
-from tests.support.every_architecture.architecture_check import without_chance
+from tests.support.every_architecture.architecture_check import tiny_model
 from tests.support.every_architecture.tiny_batches import offers
-from tests.support.every_architecture.tiny_configs import tiny_config
 from tests.support.models.inspection import BF16, FP32
 
 Batch = dict[str, Any]
@@ -28,11 +27,8 @@ MODELS = {
 
 
 def built(name: str, distribution: str) -> tuple[Any, Batch]:
-    model_class = getattr(transformers, name)
-    config: Any = tiny_config(model_class, MODELS[name])
-    config.distribution_output, config.loss = distribution, "nll"
-    torch.manual_seed(0)
-    model = without_chance(model_class(config))
+    fields = {"distribution_output": distribution, "loss": "nll"}
+    model = tiny_model(getattr(transformers, name), MODELS[name], **fields)
     batch = next(batch for _, batch in offers(model))
     if distribution == "negative_binomial":  # of counts
         batch = {key: value.abs().round() if "values" in key else value for key, value in batch.items()}

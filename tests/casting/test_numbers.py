@@ -15,9 +15,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from hf_lowprec.casting import cast_model, uncast_model
 from hf_lowprec.casting.input_downcast import losses_mix_dtypes
-from tests.support.every_architecture.architecture_check import loss_of, without_chance
+from tests.support.every_architecture.architecture_check import loss_of, tiny_model
 from tests.support.every_architecture.tiny_batches import offers
-from tests.support.every_architecture.tiny_configs import tiny_config
 from tests.support.models.diffusion_models import Converting, DiT, Preconditioned, UNet
 from tests.support.models.inspection import BF16, FP32, gradient_dtypes, hook_counts
 from tests.support.processes import forkserver
@@ -215,9 +214,7 @@ def test_layers_round_timesteps() -> None:
 
 
 def tiny(name: str, model_type: str) -> tuple[Any, dict[str, Any]]:
-    torch.manual_seed(0)
-    model_class = getattr(transformers, name)
-    model = without_chance(model_class(tiny_config(model_class, model_type)))
+    model = tiny_model(getattr(transformers, name), model_type)
     _, batch = next(iter(offers(model)))
     torch.manual_seed(3)
     return model, batch

@@ -29,77 +29,46 @@ def stored_bytes(model: nn.Module) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("base", [FP32, BF16])
-class TestQuantizedBase:
-    def test_weights_stay_and_the_rest_is_cast(self, form: str, base: torch.dtype) -> None:
-        model, batch = tiny_models.llama()
-        del batch["labels"]  # the loss is FP32
-        quantize_linears(model.to(base), FORMS[form])
-        before = stored_bytes(model)
-        assert len(before) == 14
-        expected = model(**batch).logits.float() if base == FP32 else None
-        report = cast_model(model)
-        assert stored_bytes(model) == before
-        assert {t.dtype for n, t in model.named_parameters() if "norm" in n} == {FP32}
-        assert model.lm_head.weight.dtype == model.model.embed_tokens.weight.dtype == BF16
-        assert sum("proj" in name for name in report.untouched) == (14 if form == "wrapper_subclass" else 28)
-        seen = output_dtypes(model, batch)
-        # Rotary tables and norms are rounded on leaving; a quantized module answers in the format of its input.
-        assert {dtype for found in seen.values() for dtype in found} == {BF16}
-        if expected is not None:
-            # Ten BF16 operations in depth, each off by at most 2^-9 of a value, in independent directions.
-            error = model(**batch).logits.float() - expected
-            assert error.norm() < 10**0.5 * 2**-9 * expected.norm()
-        assert not cast_model(model).changed
-
-    def test_naming_a_quantized_weight_is_refused(self, form: str, base: torch.dtype) -> None:
-        model, _ = tiny_models.llama()
-        quantize_linears(model.to(base), FORMS[form])
-        before = dtypes(model)
-        with pytest.raises(ValueError, match=r"keep_fp32 '\*\.mlp' covers .*mlp\.\w+_proj\.\w*weight, which is quant"):
-            cast_model(model, keep_fp32="*.mlp")
-        assert dtypes(model) == before
+def test_weights_stay_and_the_rest_is_cast(form: str, base: torch.dtype) -> None:
+    model, batch = tiny_models.llama()
+    del batch["labels"]  # the loss is FP32
+    quantize_linears(model.to(base), FORMS[form])
+    before, dtypes_before = stored_bytes(model), dtypes(model)
+    assert len(before) == 14
+    expected = model(**batch).logits if base == FP32 else None
+    with pytest.raises(ValueError, match=r"keep_fp32 '\*\.mlp' covers .*mlp\.\w+_proj\.\w*weight, which is quant"):
+        cast_model(model, keep_fp32="*.mlp")
+    assert dtypes(model) == dtypes_before
+    report = cast_model(model)
+    assert stored_bytes(model) == before
+    assert {t.dtype for n, t in model.named_parameters() if "norm" in n} == {FP32}
+    assert model.lm_head.weight.dtype == model.model.embed_tokens.weight.dtype == BF16
+    assert sum("proj" in name for name in report.untouched) == (14 if form == "wrapper_subclass" else 28)
+    seen = output_dtypes(model, batch)
+    # Rotary tables and norms are rounded on leaving; a quantized module answers in the format of its input.
+    assert {dtype for found in seen.values() for dtype in found} == {BF16}
+    if expected is not None:
+        # Ten BF16 operations in depth, each off by at most 2^-9 of a value, in independent directions.
+        assert (model(**batch).logits.float() - expected).norm() < 10**0.5 * 2**-9 * expected.norm()
+    assert not cast_model(model).changed
 
 
-class TestAlongsideQuantizedData:
-    def test_a_bias_is_cast_and_a_scale_is_not(self) -> None:
-        model = nn.Sequential(Int8Linear(nn.Linear(8, 8)), nn.Linear(8, 8))
-        cast_model(model)
-        assert model[0].bias.dtype == BF16
-        assert model[0].scales.dtype == FP32
-        assert model(torch.ones(1, 8)).dtype == BF16
-
-    def test_a_module_with_a_plain_weight_is_not_quantized(self) -> None:
-        model = nn.Linear(8, 8)
-        model.register_buffer("amax_history", torch.ones(4, dtype=torch.uint8))
-        cast_model(model)
-        assert dtypes(model) == {"weight": BF16, "bias": BF16, "amax_history": torch.uint8}
-
-    def test_weights_that_present_fp32_get_fp32_inputs(self) -> None:
-        model = nn.Sequential(subclassed(nn.Linear(8, 8)), subclassed(nn.Linear(8, 8), BF16), nn.Linear(8, 8))
-        report = cast_model(model)
-        assert report.kept == {"0": "weights quantized as Int8Weight of torch.float32"}
-        assert report.boundaries == ("0",)
-        assert (model[0].bias.dtype, model[1].bias.dtype) == (FP32, BF16)
-        assert model(torch.ones(1, 8)).dtype == BF16
-
-
-class Gathers(nn.Module):
-    """An index and a scale, neither of which is a quantizer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("index", torch.arange(4, dtype=torch.int32))
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[:, self.index.long()] * self.scale
-
-
-def test_an_index_is_not_quantized_data() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Gathers(), nn.Linear(4, 4))
+def test_a_bias_is_cast_and_a_scale_is_not_and_a_module_with_a_plain_weight_is_not_quantized() -> None:
+    model = nn.Sequential(Int8Linear(nn.Linear(8, 8)), nn.Linear(8, 8))
+    model[1].register_buffer("amax_history", torch.ones(4, dtype=torch.uint8))
     cast_model(model)
-    assert (model[1].index.dtype, model[1].scale.dtype) == (torch.int32, BF16)
-    assert model(torch.ones(2, 4)).dtype == BF16
+    assert (model[0].bias.dtype, model[0].scales.dtype) == (BF16, FP32)
+    assert dtypes(model[1]) == {"weight": BF16, "bias": BF16, "amax_history": torch.uint8}
+    assert model(torch.ones(1, 8)).dtype == BF16
+
+
+def test_weights_that_present_fp32_get_fp32_inputs() -> None:
+    model = nn.Sequential(subclassed(nn.Linear(8, 8)), subclassed(nn.Linear(8, 8), BF16), nn.Linear(8, 8))
+    report = cast_model(model)
+    assert report.kept == {"0": "weights quantized as Int8Weight of torch.float32"}
+    assert report.boundaries == ("0",)
+    assert (model[0].bias.dtype, model[1].bias.dtype) == (FP32, BF16)
+    assert model(torch.ones(1, 8)).dtype == BF16
 
 
 class StoredAsBF16(nn.Parameter):

@@ -37,15 +37,23 @@ def check(model_class: type, model_type: str, attention: str | None = None) -> O
     """Train a tiny `model_class` of transformers for a step in FP32 and, cast, in BF16."""
     from tests.support.every_architecture.batch_exceptions import DISCRETE
     from tests.support.every_architecture.tiny_batches import offers
-    from tests.support.every_architecture.tiny_configs import tiny_config
 
     try:
-        config = tiny_config(model_class, model_type, attention)
-        torch.manual_seed(0)
-        model = without_chance(model_class(config))
+        model = tiny_model(model_class, model_type, attention)
     except Exception as error:
         return Outcome(NO_REFERENCE, _brief(error))
     return check_model(model, offers(model), is_discrete=model_class.__name__ in DISCRETE)
+
+
+def tiny_model(model_class: type, model_type: str, attention: str | None = None, **fields: Any) -> Any:
+    """A tiny model of transformers without dropout, with these fields of its config."""
+    from tests.support.every_architecture.tiny_configs import tiny_config
+
+    config = tiny_config(model_class, model_type, attention)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    return without_chance(model_class(config))
 
 
 def check_model(model: nn.Module, batches: Iterable[tuple[str, Batch]], is_discrete: bool = False) -> Outcome:
