@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.record import write_record
 from hf_lowprec import AdamW
-from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
+from hf_lowprec.optim.backends.triton import handwritten_kernels
 
 STEPS = 5
 """Steps of a case in each round."""
@@ -95,7 +95,7 @@ def measured_step(case: Case, tensors: int) -> Callable[[], float]:
         return taken
 
     if case.backend == "triton":
-        triton_square_sum.square_sum = _NoLaunch()
+        handwritten_kernels.square_sum = _NoLaunch()
         model().backward()
         with optimizer.plan_step() as plan:
             steps = [*plan.backend_steps]

@@ -62,7 +62,7 @@ OPTIM = (
     "optimizer_names",
 )
 """The files and folders of `optim`, from the lowest to the highest."""
-KERNELS = {f"{PACKAGE}.optim.backends.triton.{name}" for name in ("square_sum", "matrix_places")}
+KERNELS = {f"{PACKAGE}.optim.backends.triton.{name}" for name in ("handwritten_kernels",)}
 KERNELS |= {f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
@@ -307,8 +307,8 @@ def test_files_are_named_for_what_they_do() -> None:
         ("optim.backends.triton.launch", "import triton"),
         ("optim.backends.triton.launch", "try:\n    import triton.language as tl\nexcept ImportError:\n    tl = None"),
         ("optim.backends.triton.launch", "class Kernels:\n    from triton import jit"),
-        ("optim.backends.triton.launch", "from hf_lowprec.optim.backends.triton.square_sum import square_sum"),
-        ("optim.backends.triton.launch", "from hf_lowprec.optim.backends.triton import square_sum"),
+        ("optim.backends.triton.launch", "from hf_lowprec.optim.backends.triton.handwritten_kernels import square_sum"),
+        ("optim.backends.triton.launch", "from hf_lowprec.optim.backends.triton import handwritten_kernels"),
         ("odds", "x = 1"),
     ],
 )
@@ -343,7 +343,7 @@ def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packa
         ("optim.backends.triton.launch", "if TYPE_CHECKING:\n    import triton"),
         (
             "optim.backends.triton.launch",
-            "def run():\n    from hf_lowprec.optim.backends.triton.square_sum import square_sum",
+            "def run():\n    from hf_lowprec.optim.backends.triton.handwritten_kernels import square_sum",
         ),
         ("optim.backends.triton.square_sum", "import triton"),
     ],

@@ -15,7 +15,7 @@ from tests.support.triton_available import device_of, quiet_interpreter, rarely_
 pytestmark = quiet_interpreter
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOUND = 2.0**-41
-"""Relative error that `square_sum` in `backends/triton/square_sum.py` derives for pairs of FP32 numbers."""
+"""Relative error that `square_sum` in `backends/triton/handwritten_kernels.py` derives for pairs of FP32 numbers."""
 USUAL_ERROR = 2.0**-45
 """n additions in FP64 whose errors do not conspire are off by √n·2⁻⁵³; `eager` adds chunks of 2¹⁶, the others less."""
 

@@ -12,8 +12,8 @@ from torch import nn
 from hf_lowprec import once
 from hf_lowprec.optim import AdamW, Muon, StableAdamW
 from hf_lowprec.optim.backends import selection
+from hf_lowprec.optim.backends.triton import handwritten_kernels
 from hf_lowprec.optim.backends.triton import launch as triton_launch
-from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
 from hf_lowprec.optim.backends.triton import tables as triton_tables
 from hf_lowprec.optim.backends.triton.availability import TritonError
 from hf_lowprec.optim.backends.triton.tables import BOUNDARY, DeviceTables, divide
@@ -365,7 +365,7 @@ def test_a_kernel_that_does_not_compile_leaves_everything_unchanged(fails, monke
     monkeypatch.setattr(once, "_said", set())
     monkeypatch.setattr(selection, "expected_backend", lambda backend, device: "triton")
     if fails == "square_sum":
-        monkeypatch.setattr(triton_square_sum, "square_sum", DoesNotCompile())
+        monkeypatch.setattr(handwritten_kernels, "square_sum", DoesNotCompile())
     else:
         broken = {fails: DoesNotCompile()}
         monkeypatch.setattr(triton_launch, "kernels", lambda spec: real(spec)._replace(**broken))

@@ -1,14 +1,15 @@
 """Render a traced graph as source code: one statement per operation, in the order in which they were traced.
 
-A `Renderer` knows one language's operators and literals. `statements` walks the graph and asks it for each operation.
+A `Language` says how one language writes each operation. `statements` walks the graph and looks it up.
 """
 
 from __future__ import annotations
 
 import operator
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -18,7 +19,16 @@ from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.block_floats import block_max
 from hf_lowprec.rounding.random_bits import weyl
 
-_INFIX: dict[Callable, str] = {
+COMPARISONS: dict[Any, str] = {
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.eq: "==",
+    operator.ne: "!=",
+}
+_INFIX: dict[Any, str] = {
+    **COMPARISONS,
     operator.add: "+",
     operator.sub: "-",
     operator.mul: "*",
@@ -27,92 +37,44 @@ _INFIX: dict[Callable, str] = {
     operator.xor: "^",
     operator.lshift: "<<",
 }
-_COMPARISONS: dict[Callable, str] = {
-    operator.gt: ">",
-    operator.ge: ">=",
-    operator.lt: "<",
-    operator.le: "<=",
-    operator.eq: "==",
-    operator.ne: "!=",
-}
-_METHODS: dict[Callable, tuple[str, bool]] = {
-    sqrt_rn: ("sqrt_rn", True),
-    quiet_nan: ("quiet_nan", True),
-    operator.truediv: ("divide", True),
-    operator.rshift: ("shift_right", False),
-    torch.clamp_min: ("larger", False),
-    torch.clamp_max: ("smaller", False),
-    weyl: ("weyl", False),
-    block_max: ("block_max", False),
-}
-"""Function → the method of `Renderer` with the same operands, and whether its result is a float."""
+_TO_FLOAT = {sqrt_rn, quiet_nan, operator.truediv}
+_TO_INTEGER = {*COMPARISONS, operator.rshift, torch.clamp_min, torch.clamp_max, weyl, block_max}
+"""Functions whose result is a float or an integer whatever the operands are."""
+FLOAT_BITS, INTEGER_BITS = "view as float", "view as integer"
+"""The operations `Tensor.view(dtype)`: the same 32 bits, as a float or as an integer."""
+
+Write = Callable[..., str]
+"""Writes an operation, from the source text of its operands."""
 
 
-class Renderer:
-    """The operations of a language on FP32 and 32-bit integer scalars; operands are passed as source text.
+@dataclass(frozen=True)
+class Language:
+    """How a language writes the operations on FP32 and 32-bit integer scalars.
 
-    Integers wrap around; right shifts and comparisons of integers are signed. Floats follow IEEE 754.
+    Integers wrap around; right shifts and comparisons of integers are signed. Floats follow IEEE 754, with correctly
+    rounded quotients and square roots.
+
+    Attributes:
+        assign: writes a statement that assigns an expression to a new variable, from the variable's name, the
+            expression, and whether it is a float.
+        number: writes a literal, from its value and whether it is a float.
+        operations: writes an operation, by the traced function; others are written as in Python.
+        of_floats: the same for operations of floats only.
+        of_integers: the same for operations of integers only.
     """
 
-    def assign(self, name: str, expression: str, is_float: bool) -> str:
-        """A statement that assigns `expression` to a new variable."""
-        raise NotImplementedError
+    assign: Callable[[str, str, bool], str]
+    number: Callable[[float, bool], str]
+    operations: Mapping[Any, Write]
+    of_floats: Mapping[Any, Write] = field(default_factory=dict)
+    of_integers: Mapping[Any, Write] = field(default_factory=dict)
 
-    def number(self, value: float, is_float: bool) -> str:
-        """A literal."""
-        raise NotImplementedError
-
-    def infix(self, left: str, sign: str, right: str) -> str:
-        """Addition, subtraction, multiplication, left shift or a bitwise operation."""
-        return f"{left} {sign} {right}"
-
-    def compare(self, left: str, sign: str, right: str, is_float: bool) -> str:
-        """A comparison of two floats or two integers."""
-        return f"{left} {sign} {right}"
-
-    def divide(self, left: str, right: str) -> str:
-        """The correctly rounded quotient of two floats."""
-        raise NotImplementedError
-
-    def shift_right(self, value: str, bits: str) -> str:
-        """An integer, shifted arithmetically."""
-        raise NotImplementedError
-
-    def negate(self, value: str) -> str:
-        """A float with its sign flipped, that of zero included."""
-        raise NotImplementedError
-
-    def select(self, condition: str, if_true: str, if_false: str) -> str:
-        """One of two values, by a condition."""
-        raise NotImplementedError
-
-    def larger(self, left: str, right: str) -> str:
-        """The larger of two integers."""
-        raise NotImplementedError
-
-    def smaller(self, left: str, right: str) -> str:
-        """The smaller of two integers."""
-        raise NotImplementedError
-
-    def bitcast(self, value: str, to_float: bool) -> str:
-        """The same 32 bits, as a float or as an integer."""
-        raise NotImplementedError
-
-    def sqrt_rn(self, value: str) -> str:
-        """The correctly rounded square root of a float."""
-        raise NotImplementedError
-
-    def quiet_nan(self, value: str) -> str:
-        """A float; if it is NaN, the one without a payload. See `rounding.quiet_nan`."""
-        raise NotImplementedError
-
-    def weyl(self, index: str, key0: str) -> str:
-        """The integer `index · GOLDEN + key0`. See `rounding.random_bits.weyl`."""
-        raise NotImplementedError
-
-    def block_max(self, value: str) -> str:
-        """The largest integer of the block. See `rounding.block_floats.block_max`."""
-        raise NotImplementedError
+    def write(self, operation: Any, operands: Sequence[str], floats: bool) -> str | None:
+        """The source text of an operation of floats or of integers; None if the language has none."""
+        for table in (self.of_floats if floats else self.of_integers, self.operations):
+            if operation in table:
+                return table[operation](*operands)
+        return f" {_INFIX[operation]} ".join(operands) if operation in _INFIX else None
 
 
 class Operation(NamedTuple):
@@ -122,12 +84,12 @@ class Operation(NamedTuple):
     is_float: bool
 
 
-def statements(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -> tuple[list[str], list[str]]:
+def statements(graph: fx.Graph, language: Language, integers: Collection[str]) -> tuple[list[str], list[str]]:
     """Render every operation of `graph`.
 
     Args:
         graph: from `trace.py`.
-        renderer: the language.
+        language: the language.
         integers: names of the inputs that are integers; all other inputs are floats.
 
     Returns:
@@ -136,12 +98,12 @@ def statements(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -
     Raises:
         NotImplementedError: an operation has no rendering.
     """
-    rendered = operations(graph, renderer, integers)
-    lines = [renderer.assign(node.name, *operation) for node, operation in rendered.items()]
+    rendered = operations(graph, language, integers)
+    lines = [language.assign(node.name, *operation) for node, operation in rendered.items()]
     return lines, [result.name for result in output_nodes(graph)]
 
 
-def operations(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -> dict[fx.Node, Operation]:
+def operations(graph: fx.Graph, language: Language, integers: Collection[str]) -> dict[fx.Node, Operation]:
     """Render every operation of `graph`, in order. Arguments and errors are those of `statements`."""
     rendered: dict[fx.Node, Operation] = {}
     is_float: dict[fx.Node, bool] = {}
@@ -149,7 +111,7 @@ def operations(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -
         if node.op == "placeholder":
             is_float[node] = node.name not in integers
         elif node.op != "output":
-            rendered[node] = Operation(*_expression(node, is_float, renderer))
+            rendered[node] = Operation(*_expression(node, is_float, language))
             is_float[node] = rendered[node].is_float
     return rendered
 
@@ -160,41 +122,30 @@ def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return cast(tuple[fx.Node, ...], outputs)
 
 
-def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer) -> tuple[str, bool]:
+def _expression(node: fx.Node, is_float: dict[fx.Node, bool], language: Language) -> tuple[str, bool]:
     """Render the operation of one node; also return whether its result is a float.
 
     Args:
         node: the operation.
         is_float: whether the result is a float, for each earlier node.
-        renderer: the language.
+        language: the language.
     """
 
-    def any_float(operands: Sequence[object]) -> bool:
-        return any(is_float[arg] if isinstance(arg, fx.Node) else isinstance(arg, float) for arg in operands)
-
-    def text(arg: object, as_float: bool) -> str:
-        return arg.name if isinstance(arg, fx.Node) else renderer.number(arg, as_float)  # type: ignore[arg-type]
-
     args, target = node.args, node.target
-    if target is torch.where:
-        condition, *branches = args
-        floats = any_float(branches)
-        return renderer.select(text(condition, False), *(text(branch, floats) for branch in branches)), floats
-
-    floats = any_float(args)
-    operands = [text(arg, floats) for arg in args if isinstance(arg, fx.Node | int | float)]
+    floats = any(is_float[arg] if isinstance(arg, fx.Node) else isinstance(arg, float) for arg in args)
+    operands = [
+        arg.name if isinstance(arg, fx.Node) else language.number(arg, floats)
+        for arg in args
+        if isinstance(arg, fx.Node | int | float)
+    ]
+    to_float = target in _TO_FLOAT or (floats and target not in _TO_INTEGER)
     if target == "view":
-        return renderer.bitcast(operands[0], args[1] is torch.float32), args[1] is torch.float32
-    if target is operator.neg and floats:
-        return renderer.negate(operands[0]), True
-    if target in _METHODS:
-        method, result_is_float = _METHODS[target]
-        return getattr(renderer, method)(*operands), result_is_float
-    if target in _COMPARISONS:
-        return renderer.compare(operands[0], _COMPARISONS[target], operands[1], floats), False
-    if target in _INFIX:
-        return renderer.infix(operands[0], _INFIX[target], operands[1]), floats
-    raise NotImplementedError(f"{node.format_node()} has no rendering; add it to {__name__}")
+        to_float = args[1] is torch.float32
+        target = FLOAT_BITS if to_float else INTEGER_BITS
+    expression = language.write(target, operands, floats)
+    if expression is None:
+        raise NotImplementedError(f"{node.format_node()} has no rendering; add it to {__name__}")
+    return expression, to_float
 
 
 def description(spec: KernelSpec) -> list[str]:

@@ -1,7 +1,7 @@
 """Clipping by the global gradient norm inside the step: the norm takes one pass over the gradients, clipping none.
 
-Squares are summed in FP64, or in pairs of FP32 numbers as precisely (`backends/triton/square_sum.py`), so the norm,
-rounded to FP32 at the end, does not depend on how tensors are cut: a sharded run clips by the same factor as an
+Squares are summed in FP64, or in pairs of FP32 numbers as precisely (`backends/triton/handwritten_kernels.py`), so the
+norm, rounded to FP32 at the end, does not depend on how tensors are cut: a sharded run clips by the same factor as an
 unsharded one. (Summed in one FP32 variable, as `torch.linalg.vector_norm` does on a CPU, the norm of 2²⁴ numbers is off
 by 6e-4.)
 

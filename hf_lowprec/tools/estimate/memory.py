@@ -21,7 +21,7 @@ from hf_lowprec.monitor.memory_estimate import MemoryUse, expected_memory
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.backends.eager import EagerStep
-from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
+from hf_lowprec.optim.backends.triton.rendered_sums import TILE_ROWS
 from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.host_steps import staging_bytes
 from hf_lowprec.optim.step.fused_group import FusedGroup

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.backends.triton import handwritten_kernels
 from hf_lowprec.optim.backends.triton import launch as triton_launch
-from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
 from hf_lowprec.optim.backends.triton.triton_source import render
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from tests.support.optim import ptx_interpreter
@@ -62,12 +62,12 @@ class EmulatedGpu:
                 )
             )
 
-        imported = f"from {triton_square_sum.__name__} import square_sum"
+        imported = f"from {handwritten_kernels.__name__} import square_sum"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton_launch, "TritonStep", Step)
             patch.setattr(triton_launch, "kernels", kernels)
             patch.setattr(triton_launch, "check_available", lambda device: None)
-            patch.setattr(triton_square_sum, "square_sum", self.kernel(imported, "square_sum"))
+            patch.setattr(handwritten_kernels, "square_sum", self.kernel(imported, "square_sum"))
             yield
 
 

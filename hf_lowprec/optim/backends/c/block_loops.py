@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from hf_lowprec.optim.backends.c.c_renderer import (
+from hf_lowprec.optim.backends.c.c_language import (
     LOAD,
     LOAD_EVEN,
     LOAD_ODD,
     STORE,
     STORE_PAIR,
     WEYL_INCREMENT,
-    CRenderer,
+    C,
     value_type,
 )
 from hf_lowprec.optim.backends.graph_renderer import indent, operations, output_nodes
@@ -159,8 +159,8 @@ class _BlockRenderer:
 
     def __init__(self, spec: KernelSpec) -> None:
         graph = trace(spec)
-        self._spec, self._c = spec, CRenderer()
-        self._rendered = operations(graph, self._c, integer_inputs(spec))
+        self._spec = spec
+        self._rendered = operations(graph, C, integer_inputs(spec))
         self._output_names = list(spec.output_tensors)
         self._output_values = [result.name for result in output_nodes(graph)]
         self._elements = [name for name in spec.tensors if name not in (*spec.per_block_tensors, ROW_FACTOR)]
@@ -257,10 +257,10 @@ class _BlockRenderer:
         return f"{name}_ptr[block / {BLOCK}] = {STORE[self._spec.tensors[name]].format(result)};"
 
     def _statements(self, nodes: Iterable[fx.Node]) -> list[str]:
-        return [self._c.assign(node.name, *self._rendered[node]) for node in nodes]
+        return [C.assign(node.name, *self._rendered[node]) for node in nodes]
 
     def _assign(self, name: str, expression: str) -> str:
-        return self._c.assign(name, expression, self._is_float[name])
+        return C.assign(name, expression, self._is_float[name])
 
     def _type(self, name: str) -> str:
         return value_type(self._is_float[name])

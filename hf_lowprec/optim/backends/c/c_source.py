@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.backends.c.block_loops import render_block_loops
-from hf_lowprec.optim.backends.c.c_renderer import (
+from hf_lowprec.optim.backends.c.c_language import (
     LOAD,
     LOAD_EVEN,
     LOAD_ODD,
@@ -19,7 +19,7 @@ from hf_lowprec.optim.backends.c.c_renderer import (
     STORE,
     STORE_PAIR,
     WEYL_INCREMENT,
-    CRenderer,
+    C,
     value_type,
 )
 from hf_lowprec.optim.backends.graph_renderer import arguments, description, indent, statements
@@ -91,7 +91,7 @@ static inline void segment_keys(
 def _render_segment_keys(spec: KernelSpec) -> str:
     """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
     inputs = ("step", "index_high", *spec.stream_names)
-    lines, results = statements(trace_keys(spec), CRenderer(), inputs)
+    lines, results = statements(trace_keys(spec), C, inputs)
     stores = [f"*{key} = {result};" for key, result in zip(spec.key_names, results, strict=True)]
     parameters = [f"uint32_t {name}" for name in inputs] + [f"uint32_t *{name}" for name in spec.key_names]
     return _SEGMENT_KEYS.format(parameters=arguments(parameters, 8), body=indent(4, lines + stores))
@@ -195,7 +195,7 @@ def _element_loops(spec: KernelSpec, scalars: Sequence[str]) -> tuple[str, str]:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     key1s = [f"key{word}_1" for word in spec.random_words]
     weyls = [f"weyl{word}" for word in spec.random_words]
-    lines, results = statements(trace(spec), CRenderer(), integer_inputs(spec))
+    lines, results = statements(trace(spec), C, integer_inputs(spec))
     parameters = _declarations(tensors) + [f"float {name}" for name in scalars]
     parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
     parameters += _declarations(output_tensors, "*new_{0}")
@@ -317,7 +317,7 @@ class _Terms:
     """
 
     def __init__(self, spec: KernelSpec, name: str, traced: str, graph: fx.Graph) -> None:
-        lines, results = statements(graph, CRenderer(), spec.integer_tensors)
+        lines, results = statements(graph, C, spec.integer_tensors)
         self._spec, self._name, self.count = spec, name, len(results)
         self.tensors = used_inputs(graph, spec.tensors)
         self._scalars = used_inputs(graph, [f"scalar_{scalar}" for scalar in spec.host_scalars])

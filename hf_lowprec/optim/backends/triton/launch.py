@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim.backends.triton.availability import TritonError, check_available
-from hf_lowprec.optim.backends.triton.matrix_sum import TILE_ROWS
+from hf_lowprec.optim.backends.triton.rendered_sums import TILE_ROWS
 from hf_lowprec.optim.backends.triton.tables import ChunkTables, DeviceTables
 from hf_lowprec.optim.backends.triton.triton_source import render
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -221,7 +221,7 @@ def _warp_size(device: torch.device) -> int:
 
 def _square_sum() -> Any:
     """The kernel `square_sum`, whose module imports Triton."""
-    from hf_lowprec.optim.backends.triton.square_sum import square_sum
+    from hf_lowprec.optim.backends.triton.handwritten_kernels import square_sum
 
     return square_sum
 

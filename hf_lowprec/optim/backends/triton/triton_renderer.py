@@ -6,15 +6,17 @@ time.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import fx
 
-from hf_lowprec.optim.backends.graph_renderer import Renderer, arguments, indent, statements
+from hf_lowprec.optim.backends.graph_renderer import FLOAT_BITS, INTEGER_BITS, Language, arguments, indent, statements
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ROW_FACTOR, KernelSpec
-from hf_lowprec.rounding.block_floats import BLOCK
-from hf_lowprec.rounding.random_bits import GOLDEN
+from hf_lowprec.rounding import quiet_nan, sqrt_rn
+from hf_lowprec.rounding.block_floats import BLOCK, block_max
+from hf_lowprec.rounding.random_bits import GOLDEN, weyl
 
 # How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
 STORAGE = {
@@ -50,47 +52,27 @@ FACTORS = {ROW_FACTOR: "row", COLUMN_FACTOR: "column"}
 """The tensors with one element per row or column, and the variable that numbers the element."""
 
 
-class TritonRenderer(Renderer):
-    """Renders floats as `tl.float32` and integers as `tl.int32`."""
-
-    def assign(self, name: str, expression: str, is_float: bool) -> str:
-        return f"{name} = {expression}"
-
-    def number(self, value: float, is_float: bool) -> str:
-        return repr(torch.tensor(value, dtype=torch.float32, device="cpu").item() if is_float else int(value))
-
-    def divide(self, left: str, right: str) -> str:
-        return f"tl.div_rn({left}, {right})"
-
-    def shift_right(self, value: str, bits: str) -> str:
-        return f"{value} >> {bits}"
-
-    def negate(self, value: str) -> str:
-        return f"{value} * -1.0"  # Triton's unary minus computes 0 - x, which loses the sign of zero
-
-    def select(self, condition: str, if_true: str, if_false: str) -> str:
-        return f"tl.where({condition}, {if_true}, {if_false})"
-
-    def larger(self, left: str, right: str) -> str:
-        return f"tl.maximum({left}, {right})"
-
-    def smaller(self, left: str, right: str) -> str:
-        return f"tl.minimum({left}, {right})"
-
-    def bitcast(self, value: str, to_float: bool) -> str:
-        return f"{value}.to(tl.{'float32' if to_float else 'int32'}, bitcast=True)"
-
-    def sqrt_rn(self, value: str) -> str:
-        return f"tl.sqrt_rn({value})"
-
-    def quiet_nan(self, value: str) -> str:
-        return f"tl.where({value} != {value}, float('nan'), {value})"  # NVIDIA's arithmetic gives NaN as 0x7FFFFFFF
-
-    def weyl(self, index: str, key0: str) -> str:
-        return f"{index} * {GOLDEN} + {key0}"
-
-    def block_max(self, value: str) -> str:
-        return f"tl.max({value}, axis=1, keep_dims=True)"
+TRITON = Language(
+    assign=lambda name, expression, is_float: f"{name} = {expression}",
+    number=lambda value, is_float: repr(
+        torch.tensor(value, dtype=torch.float32, device="cpu").item() if is_float else int(value)
+    ),
+    operations={
+        operator.truediv: "tl.div_rn({0}, {1})".format,
+        operator.rshift: "{0} >> {1}".format,
+        torch.where: "tl.where({0}, {1}, {2})".format,
+        torch.clamp_min: "tl.maximum({0}, {1})".format,
+        torch.clamp_max: "tl.minimum({0}, {1})".format,
+        FLOAT_BITS: "{0}.to(tl.float32, bitcast=True)".format,
+        INTEGER_BITS: "{0}.to(tl.int32, bitcast=True)".format,
+        sqrt_rn: "tl.sqrt_rn({0})".format,
+        quiet_nan: "tl.where({0} != {0}, float('nan'), {0})".format,  # NVIDIA's arithmetic gives NaN as 0x7FFFFFFF
+        weyl: f"{{0}} * {GOLDEN} + {{1}}".format,
+        block_max: "tl.max({0}, axis=1, keep_dims=True)".format,
+    },
+    of_floats={operator.neg: "{0} * -1.0".format},  # Triton's unary minus is 0 - x, which loses the sign of zero
+)
+"""Floats are `tl.float32`, and integers `tl.int32`."""
 
 
 _FORMULA = """
@@ -107,7 +89,7 @@ def {name}(
 
 def render_formula(name: str, traced: str, inputs: Sequence[str], graph: fx.Graph, integers: Collection[str]) -> str:
     """Render a function that performs the operations of `graph`, which is a trace of `traced`."""
-    lines, results = statements(graph, TritonRenderer(), integers)
+    lines, results = statements(graph, TRITON, integers)
     return _FORMULA.format(
         name=name, traced=traced, inputs=arguments(inputs, 4), body=indent(4, lines), results=", ".join(results)
     )

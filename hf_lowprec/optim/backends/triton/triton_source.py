@@ -11,16 +11,15 @@ from collections.abc import Mapping, Sequence
 
 from hf_lowprec.optim.backends.graph_renderer import arguments, description, indent, statements
 from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys
-from hf_lowprec.optim.backends.triton.matrix_sum import render_matrix_sum
-from hf_lowprec.optim.backends.triton.tensor_sum import render_tensor_sum
+from hf_lowprec.optim.backends.triton.rendered_sums import render_matrix_sum, render_tensor_sum
 from hf_lowprec.optim.backends.triton.triton_renderer import (
     FACTORS,
     LOAD,
     RAGGED_COLUMNS,
     STORAGE,
     STORE,
+    TRITON,
     WHOLE_COLUMNS,
-    TritonRenderer,
     find_factors,
     load_chunk_inputs,
     load_elements,
@@ -54,7 +53,7 @@ import triton.language as tl
 """
 
 _FACTORS = """
-from hf_lowprec.optim.backends.triton.matrix_places import places_of_factors
+from hf_lowprec.optim.backends.triton.handwritten_kernels import places_of_factors
 """
 
 
@@ -71,7 +70,7 @@ def segment_keys({inputs}):
 def _render_segment_keys(spec: KernelSpec) -> str:
     """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
     inputs = ["step", "index_high", *spec.stream_names]
-    lines, results = statements(trace_keys(spec), TritonRenderer(), inputs)
+    lines, results = statements(trace_keys(spec), TRITON, inputs)
     return _SEGMENT_KEYS.format(inputs=arguments(inputs, 8), body=indent(4, lines), results=", ".join(results))
 
 

@@ -1,11 +1,11 @@
-"""Render the sums of an algorithm's `tensor_means` over the elements of each chunk as Triton."""
+"""Render the sums that some algorithms need before a step as Triton: over whole tensors, or over rows and columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from hf_lowprec.optim.backends.graph_renderer import arguments, indent
-from hf_lowprec.optim.backends.trace import trace_tensor_means, used_inputs
+from hf_lowprec.optim.backends.trace import trace_factored, trace_tensor_means, used_inputs
 from hf_lowprec.optim.backends.triton.triton_renderer import (
     FACTORS,
     WHOLE_COLUMNS,
@@ -17,12 +17,13 @@ from hf_lowprec.optim.backends.triton.triton_renderer import (
     render_formula,
 )
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
+from hf_lowprec.optim.step.matrix_tiles import TILES_TABLE
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
 _TENSOR_SUM = """
 
-from hf_lowprec.optim.backends.triton.square_sum import sum_of_pairs, two_sum
+from hf_lowprec.optim.backends.triton.handwritten_kernels import sum_of_pairs, two_sum
 
 
 @triton.jit
@@ -107,7 +108,7 @@ def render_tensor_sum(spec: KernelSpec) -> str:
         sums=", ".join(f"sum{k}" for k in means),
         stores=indent(4, [f"tl.store(sums + chunk * {len(means)} + {k}, sum{k})" for k in means]),
         chunk_inputs=arguments([*addresses, *factors, *used_scalars], 12),
-        addresses=aligned(spec, used_tensors),
+        addresses=_aligned(spec, used_tensors),
         n_scalars=len(scalars),
         chunk=indent(4, [*load_row("chunks", "chunk", WHOLE_COLUMNS), *load_row("segments", "segment", columns)]),
         inputs_of_chunk=indent(4, load_chunk_inputs(spec, scalars)),
@@ -124,6 +125,80 @@ def _masks(spec: KernelSpec) -> list[str]:
     return [*masks, f"block_mask = offset + blocks * {BLOCK} < count"] if spec.per_block_tensors else masks
 
 
-def aligned(spec: KernelSpec, names: Iterable[str]) -> str:
+def _aligned(spec: KernelSpec, names: Iterable[str]) -> str:
     """The addresses that must be multiples of 16 for wide accesses, combined."""
     return " | ".join(f"{name}_address" for name in names if name not in (*spec.per_block_tensors, *FACTORS))
+
+
+TILE_ROWS = 1024
+"""Rows of a tile, at most; many, so that its sums take little memory."""
+
+_MATRIX_SUM = """
+
+@triton.jit
+def sum_tile(
+    {inputs_of_tile},
+    row_sums, column_sums, tile_rows, count, columns, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+{lanes}
+    mask = lanes < count
+{block_mask}
+    # In FP64, although many GPUs have few units for it: a step has two of these additions per element.
+    total = tl.zeros(lanes.shape, tl.float64)
+    for row_of_tile in range(0, tile_rows):
+        offset = row_of_tile * columns.to(tl.int64)
+        if ALIGNED:
+{aligned_loads}
+            term = matrix_term({inputs})
+        else:
+{masked_loads}
+            term = tl.where(mask, matrix_term({inputs}), 0.0)
+        terms = term.to(tl.float64)
+        total += terms
+        tl.store(row_sums + row_of_tile, tl.sum(terms))
+    tl.store(column_sums + lanes, total, mask=mask)
+
+
+@triton.jit
+def matrix_sum(tiles, pointers, scalars, row_sums, column_sums, BLOCK: tl.constexpr):
+    # The FP64 sums of `matrix_term` over the rows and the columns of each tile, of at most BLOCK columns.
+    tile = tl.program_id(0).to(tl.int64)
+{tile}
+{inputs_of_program}
+    row_sums += first_row_sum
+    column_sums += first_column_sum
+    if (count == BLOCK) & (columns % 8 == 0) & ((({addresses}) & 15) == 0):
+        sum_tile(
+            {inputs_of_tile},
+            row_sums, column_sums, tile_rows, count, columns, True, BLOCK
+        )
+    else:
+        sum_tile(
+            {inputs_of_tile},
+            row_sums, column_sums, tile_rows, count, columns, False, BLOCK
+        )
+"""
+
+
+def render_matrix_sum(spec: KernelSpec) -> str:
+    """The Python source of the kernel `matrix_sum`, which needs the header of `triton_source.render`.
+
+    Args:
+        spec: it must have a `factored` formula.
+    """
+    graph = trace_factored(spec)
+    scalars = [f"scalar_{name}" for name in spec.host_scalars]
+    used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
+    inputs = [*used_tensors, *used_scalars]
+    formula = render_formula("matrix_term", "the algorithm's `factored`", inputs, graph, spec.integer_tensors)
+    return formula + _MATRIX_SUM.format(
+        inputs=arguments(inputs, 16),
+        inputs_of_tile=arguments([*(f"{name}_address" for name in used_tensors), *used_scalars], 12),
+        lanes=indent(4, number_elements(spec)),
+        block_mask=f"    block_mask = blocks * {BLOCK} < count" if spec.per_block_tensors else "",
+        aligned_loads=indent(4, load_elements(spec, used_tensors, masked=False).splitlines()),
+        masked_loads=indent(4, load_elements(spec, used_tensors, masked=True).splitlines()),
+        tile=indent(4, load_row("tiles", "tile", TILES_TABLE)),
+        inputs_of_program=indent(4, load_chunk_inputs(spec, scalars)),
+        addresses=_aligned(spec, used_tensors),
+    )
