@@ -50,8 +50,8 @@ class Algorithm(torch.optim.Optimizer):
     inverse root of its estimate by them as the product of `state.row_factor` and `state.column_factor`."""
 
     arguments: ClassVar[Mapping[str, Argument]] = {}
-    """What is valid for the algorithm's own arguments, where neither `COMMON` nor their default says it. Of a class
-    that is built, all its arguments, and its flags."""
+    """What is valid for the algorithm's own arguments, where neither `COMMON` nor their default says it. Python's call
+    of `__init_subclass__` adds all others, and the `flags`."""
 
     named_defaults: ClassVar[dict[str, Any]] = {}
     """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
@@ -59,13 +59,13 @@ class Algorithm(torch.optim.Optimizer):
     flags: ClassVar[tuple[str, ...]] = ()
     """Boolean keys of parameter groups that the constructor does not take."""
 
+    gradients: Any
+    """Where gradients are before a step, see `gradients/`."""
+
     def __init_subclass__(cls) -> None:
         """Complete `arguments`, and show the keywords that a constructor takes as `**shared` in its signature."""
         cls.__signature__ = full_signature(cls)  # type: ignore[attr-defined]
         cls.arguments = complete_arguments(cls)
-
-    gradients: Any
-    """Where gradients are before a step, see `gradients/`."""
 
     @property
     def gradient_of(self) -> Callable[[Tensor], Any]:

@@ -3,8 +3,7 @@
 `SHARED` are the keyword arguments of all optimizers, `COMMON` those of several algorithms. An algorithm says in
 `arguments` what is valid for its own; `complete_arguments` adds the defaults, which are in the signature.
 
-Every message names the argument, its value and what is valid. Checks of an argument of a parameter group are also told
-`where` it is, such as "param group 0".
+Every message names the argument, its value and what is valid.
 """
 
 from __future__ import annotations
