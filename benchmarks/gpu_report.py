@@ -33,10 +33,7 @@ TESTS = [
     "tests/optim/test_triton_kernels.py",
     "tests/optim/test_sums.py",
     "tests/gpu/test_step_on_gpu.py",
-    "tests/gpu/test_offload_on_gpu.py",
-    "tests/gpu/test_mean_on_gpu.py",
-    "tests/gpu/test_fsdp2_on_gpu.py",
-    "tests/gpu/test_attention_and_liger_on_gpu.py",
+    "tests/gpu/test_training_on_gpu.py",
     "tests/optim/test_backends.py",
     "tests/optim/test_split.py",
     "tests/optim/test_clipping.py",
@@ -44,7 +41,6 @@ TESTS = [
     "tests/optim/test_step_counts.py",
     "tests/optim/test_mode_change.py",
     "tests/optim/test_early_gradients.py",
-    "tests/gpu/test_doctor_on_gpu.py",
     "tests/gpu/test_sanitizer_on_gpu.py",
 ]
 """In the order of their importance, since time may run out."""

@@ -22,7 +22,7 @@ import gpu_report  # noqa: E402
 @pytest.mark.slow
 def test_the_rehearsal_leaves_one_file(tmp_path, capsys, monkeypatch):
     # All of them would take the interpreter all the time there is.
-    monkeypatch.setattr(gpu_report, "TESTS", ["tests/gpu/test_mean_on_gpu.py", "tests/optim/test_sums.py"])
+    monkeypatch.setattr(gpu_report, "TESTS", ["tests/gpu/test_step_on_gpu.py", "tests/optim/test_sums.py"])
     status = gpu_report.main(["--rehearse", "--minutes", "5", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     (path,) = tmp_path.iterdir()
