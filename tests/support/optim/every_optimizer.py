@@ -118,19 +118,11 @@ def same(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
 
 
 class Problem:
-    """`|weight · input + bias|²`, with parameters whose memory may have holes."""
+    """`|weight · input + bias|²`."""
 
-    def __init__(self, dtype: torch.dtype, contiguous: bool = True) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.weight = self._parameter((10, 5), dtype, contiguous, generator)
-        self.bias = self._parameter((10,), dtype, contiguous, generator)
-        self.input = torch.randn(5, generator=generator)
-
-    @staticmethod
-    def _parameter(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool, draw: torch.Generator) -> nn.Parameter:
-        values = torch.randn(shape, generator=draw).to(dtype)
-        holder = values if contiguous else torch.stack([values, values], dim=-1)[..., 0]
-        return nn.Parameter(holder)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.weight, self.bias = parameters(dtype, [(10, 5), (10,)])
+        self.input = torch.randn(5, generator=torch.Generator().manual_seed(0))
 
     @property
     def params(self) -> list[nn.Parameter]:
