@@ -135,19 +135,17 @@ def _check_layout(checkpoint: Path, wanted: str | None) -> None:
         checkpoint: the folder.
         wanted: FSDP's state dict type, or "DeepSpeed"; None without either.
     """
-    if _holds(checkpoint, "global_step*"):
-        found: str | None = "DeepSpeed"
-    elif (checkpoint / SHARDED_WEIGHTS).is_dir():
-        found = "SHARDED_STATE_DICT"
-    elif (checkpoint / f"{FSDP_MODEL_NAME}.bin").exists():
-        found = "FULL_STATE_DICT"
-    else:
-        found = None
+    layouts = {
+        "DeepSpeed": _holds(checkpoint, "global_step*"),
+        "SHARDED_STATE_DICT": (checkpoint / SHARDED_WEIGHTS).is_dir(),
+        "FULL_STATE_DICT": (checkpoint / f"{FSDP_MODEL_NAME}.bin").exists(),
+    }
+    found = next((layout for layout, is_there in layouts.items() if is_there), None)
     if found == wanted:
         return
-    layouts = {None: "without FSDP or DeepSpeed", "DeepSpeed": "under DeepSpeed"}
-    saved, trains = (layouts.get(one, f"under FSDP with {one}") for one in (found, wanted))
-    if layouts.keys() & {found, wanted}:
+    without_fsdp = {None: "without FSDP or DeepSpeed", "DeepSpeed": "under DeepSpeed"}
+    saved, trains = (without_fsdp.get(layout, f"under FSDP with {layout}") for layout in (found, wanted))
+    if without_fsdp.keys() & {found, wanted}:
         way_out = (
             "Resume it that way, or begin a new run with its weights: hf-lowprec export CHECKPOINT FOLDER writes them, "
             "with compensations and remainders, and from_pretrained(FOLDER) loads them"
