@@ -52,17 +52,19 @@ MOVE_MODEL = "_move_model_to_device"
 
 
 @functools.cache
-def constructor_arguments() -> list[str]:
+def constructor_arguments(constructor: Callable) -> list[str]:
     """The names of the arguments of Trainer's constructor, without `self`, in order.
 
-    If another library has replaced it by one that takes `*args`, Trainer's source names them.
+    Args:
+        constructor: Trainer's, or one by which another library has replaced it. If that takes `*args`, Trainer's source
+            names them.
     """
-    parameters = inspect.signature(Trainer.__init__).parameters.values()
+    parameters = inspect.signature(constructor).parameters.values()
     if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
         return [parameter.name for parameter in parameters][1:]
     functions = [node for node in ast.walk(ast.parse(inspect.getsource(Trainer))) if isinstance(node, ast.FunctionDef)]
-    constructor = next(function for function in functions if function.name == "__init__")
-    return [argument.arg for argument in constructor.args.args[1:]]
+    in_source = next(function for function in functions if function.name == "__init__")
+    return [argument.arg for argument in in_source.args.args[1:]]
 
 
 def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:

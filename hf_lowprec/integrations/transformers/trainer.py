@@ -56,7 +56,7 @@ def build(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> No
     Raises:
         ValueError: an argument is invalid or incompatible with training in 16 bits.
     """
-    positions = private_apis.constructor_arguments()[: len(args)] if args else []
+    positions = private_apis.constructor_arguments(original)[: len(args)] if args else []
     arguments = kwargs | dict(zip(positions, args, strict=False))
     training_arguments: TrainingArguments | None = arguments.get("args")
     callbacks = arguments.get("callbacks") or []

@@ -21,7 +21,6 @@ from transformers import (
 
 import hf_lowprec
 from hf_lowprec.casting.earlier_casts import cast_dtypes
-from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.trainer import _EVERY_TRAINER, _OUR_TRAINERS, wrap_trainer
 from tests.support.chosen_cases import nightly_except
 from tests.support.training.tiny_trainer import (
@@ -384,7 +383,6 @@ def patched_trainer(monkeypatch, request):
         replacement = patched(function.__wrapped__ if before else function, wraps)
         monkeypatch.setattr(Trainer, name, staticmethod(replacement) if is_static else replacement)
     if before:
-        monkeypatch.setattr(private_apis, "constructor_arguments", private_apis.constructor_arguments.__wrapped__)
         monkeypatch.delattr(Trainer, "_hf_lowprec_wrapped")
     wrap_trainer()
 
