@@ -280,14 +280,15 @@ def _in_layout_of(model: Any, weights: LazyTensors, tied: Mapping[str, list[str]
         # Saving is repeated with the elements' positions in place of their values. The position that arrives at each
         # place of a part says where its value belongs.
         shape, dtype = infos[name]
-        source, result, missing = converted[name], torch.empty(shape.numel(), dtype=dtype), shape.numel()
-        sources = {other for part in parts_of[source] for other in recorded.sources_of(saved[part])}
-        positions = {other: torch.full(tensors[other].shape, -1) for other in sources}
-        positions[source] = torch.arange(shape.numel()).view(shape)
-        for part in parts_of[source]:
-            position = recorded.evaluate(saved[part], positions).reshape(-1)
-            is_own = position >= 0
-            result[position[is_own]] = weights.read(part).reshape(-1)[is_own].to(dtype)
+        source, parts, result = converted[name], parts_of[converted[name]], torch.empty(shape.numel(), dtype=dtype)
+        integer = torch.int32 if shape.numel() < 2**31 else torch.int64
+        sources = {other for part in parts for other in recorded.sources_of(saved[part])}
+        positions = {other: torch.full(tensors[other].shape, -1, dtype=integer) for other in sources}
+        positions[source] = torch.arange(shape.numel(), dtype=integer).view(shape)
+        missing = shape.numel()
+        for part, position in zip(parts, recorded.evaluate([saved[part] for part in parts], positions), strict=True):
+            is_own = (position >= 0).flatten()
+            result[position.flatten()[is_own]] = weights.read(part).flatten()[is_own].to(dtype)
             missing -= int(is_own.sum())
         if missing:
             raise ValueError(f"saving {name} loses elements, so it cannot be read from the checkpoint")

@@ -6,9 +6,8 @@ no memory; each file's tensors are then computed when the file is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,22 +15,33 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-Evaluate = Callable[[Mapping[str, Tensor]], Any]
-"""Computes a result from the values of the sources, by name."""
+
+class _Call(NamedTuple):
+    """A recorded call of a function.
+
+    Attributes:
+        function: the function.
+        arguments: what it was called with: `(args, kwargs)`.
+        results: the ids of what it returned, of tensors those of the tensors without values that stand for them.
+    """
+
+    function: Callable
+    arguments: tuple[Any, Any]
+    results: list[int]
 
 
 class _Recorded(NamedTuple):
-    """The recorded computation of a tensor without values.
+    """A tensor without values.
 
     Attributes:
         tensor: the tensor on the meta device. Keeping it alive keeps its id unique.
         sources: the names of the sources that it depends on.
-        evaluate: computes its value.
+        call: what has computed it; None for a source.
     """
 
     tensor: Tensor
     sources: frozenset[str]
-    evaluate: Evaluate
+    call: _Call | None
 
 
 class RecordedOperations(TorchFunctionMode):
@@ -47,19 +57,29 @@ class RecordedOperations(TorchFunctionMode):
     def __init__(self, sources: Mapping[str, Any]) -> None:
         super().__init__()
         self._recorded: dict[int, _Recorded] = {}
-        self.tensors = {
-            name: self._record(source, frozenset([name]), itemgetter(name)) for name, source in sources.items()
-        }
+        self.tensors = {name: self._record(source, frozenset([name]), None) for name, source in sources.items()}
 
     def sources_of(self, tensor: Any) -> frozenset[str]:
         """The names of the sources from which `tensor` is computed; empty for other tensors and objects."""
         recorded = self._recorded.get(id(tensor))
         return frozenset() if recorded is None else recorded.sources
 
-    def evaluate(self, tensor: Any, values: Mapping[str, Tensor]) -> Any:
-        """Compute the value of `tensor` from the values of its sources; anything else is returned unchanged."""
-        recorded = self._recorded.get(id(tensor))
-        return tensor if recorded is None else recorded.evaluate(values)
+    def evaluate(self, tensors: Iterable[Tensor], values: Mapping[str, Tensor]) -> list[Tensor]:
+        """Compute the values of `tensors` from the values of their sources; other tensors are returned unchanged.
+
+        Operations that several of them depend on are done once.
+        """
+        known: dict[int, Any] = {id(self.tensors[name]): value for name, value in values.items()}
+        return [self._value(tensor, known) for tensor in tensors]
+
+    def _value(self, tensor: Any, known: dict[int, Any]) -> Any:
+        """`evaluate` for one tensor, or anything else; `known` are the values so far, by the ids of their tensors."""
+        if id(tensor) in self._recorded and id(tensor) not in known:
+            call = self._recorded[id(tensor)].call
+            assert call is not None, "the value of a source is missing"
+            args, kwargs = tree_map(partial(self._value, known=known), call.arguments)
+            known.update(zip(call.results, tree_leaves(call.function(*args, **kwargs)), strict=True))
+        return known.get(id(tensor), tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,21 +91,16 @@ class RecordedOperations(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not sources:
             return result
-
-        def repeat(position: int, values: Mapping[str, Tensor]) -> Any:
-            own_args, own_kwargs = tree_map(partial(self.evaluate, values=values), (args, kwargs))
-            return tree_leaves(func(*own_args, **own_kwargs))[position]
-
         leaves, structure = tree_flatten(result)
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                leaves[position] = self._record(leaf, sources, partial(repeat, position))
+        call = _Call(func, (args, kwargs), [])
+        leaves = [self._record(leaf, sources, call) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call.results.extend(map(id, leaves))
         return tree_unflatten(leaves, structure)
 
-    def _record(self, like: Any, sources: frozenset[str], evaluate: Evaluate) -> Tensor:
+    def _record(self, like: Any, sources: frozenset[str], call: _Call | None) -> Tensor:
         # Not a view: libraries measure a tensor by its storage.
         tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
-        self._recorded[id(tensor)] = _Recorded(tensor, sources, evaluate)
+        self._recorded[id(tensor)] = _Recorded(tensor, sources, call)
         return tensor
 
 

@@ -194,7 +194,7 @@ def save_lazy_tensors(
             temporarily_wrapped(config, "to_json_file", lambda *_, **__: None),
             private_apis.computing_saved_tensors(compute),
         ):
-            model.save_pretrained(folder, state_dict=recorded.tensors, max_shard_size=max_shard_size)
+            model.save_pretrained(folder, state_dict={**recorded.tensors}, max_shard_size=max_shard_size)
         for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
             if part is not None:
                 part.dtype = dtype_name(dtype)
@@ -213,10 +213,10 @@ def _computed(file: dict[str, Tensor], tensors: LazyTensors, recorded: RecordedO
     computed: dict[str, Tensor] = {}
     for sources, names in by_sources.items():
         values = {source: _value(tensors, source) for source in sources}
-        for name in names:
-            value = recorded.evaluate(file[name], values).contiguous()
+        for name, value in zip(names, recorded.evaluate(map(file.__getitem__, names), values), strict=True):
             # A view would keep all of its source in memory.
-            computed[name] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+            is_view = value.untyped_storage().nbytes() != value.nbytes
+            computed[name] = value.clone(memory_format=torch.contiguous_format) if is_view else value.contiguous()
     return computed
 
 
