@@ -46,3 +46,14 @@ def test_changes_in_place_are_refused(change):
     recorded = RecordedOperations({"a": torch.ones(2)})
     with recorded, pytest.raises(NotImplementedError, match="changes a tensor in place while a model is saved"):
         change(recorded.tensors["a"])
+
+
+def test_what_several_tensors_depend_on_is_computed_once():
+    """Not once for each of the experts that are one tensor in the model."""
+    values = {"a": torch.arange(12.0)}
+    recorded = RecordedOperations(values)
+    with recorded:
+        parts = recorded.tensors["a"].exp().split(3)
+    found = recorded.evaluate(parts, values)
+    assert torch.equal(torch.cat(found), values["a"].exp())
+    assert len({part.untyped_storage().data_ptr() for part in found}) == 1
