@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -61,6 +62,9 @@ class Algorithm(torch.optim.Optimizer):
 
     gradients: Any
     """Where gradients are before a step, see `gradients/`."""
+
+    elements_at_once: float = math.inf
+    """Parameters that are alike are stepped in fused groups of at most so many elements."""
 
     def __init_subclass__(cls) -> None:
         """Complete `arguments`, and show the keywords that a constructor takes as `**shared` in its signature."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from hf_lowprec.optim.gradients import buckets
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.param_entry import ParamEntry
 
 BUCKET_ELEMENTS = 1 << 24
 """A bucket that is stepped has at most this many elements, unless a single tensor is larger."""
@@ -185,7 +184,7 @@ class HostSteps:
 
 
 class OffloadedStep(BackendStep):
-    """Steps a fused group on the host. `run` returns before it is done; see `HostSteps.finish`.
+    """Steps a fused group on the host, as one bucket. `run` returns before it is done; see `HostSteps.finish`.
 
     Args:
         fused_group: the parameters, on a device; its entries' states are on the host.
@@ -208,86 +207,46 @@ class OffloadedStep(BackendStep):
                 "CPU, where its states are in any case; build the optimizer without it, or move the model first"
             )
         self._host_steps = host_steps
-        self._gradients_on_host = gradients_on_host
-        self._copies = host_steps.copies(fused_group.device)
-        self._buckets = [
-            Bucket(fused_group, part, host_steps.next_slot(), self._copies, build, gradients_on_host)
-            for part in _parts(fused_group.entries)
-        ]
+        self._copies, self._slot = host_steps.copies(fused_group.device), host_steps.next_slot()
+        entries, spec = fused_group.entries, fused_group.spec
+        dtypes = [spec.param_dtype] if gradients_on_host else [spec.param_dtype, spec.grad_dtype]
+        layouts = [(dtype, entry.weight.shape) for dtype in dtypes for entry in entries]
+        staged = self._slot.tensors(layouts, self._copies)
+        self._clip_factor = self._copies.host_memory(4).view(torch.float32).view(())
+        self._weights, self._staged_grads = staged[: len(entries)], staged[len(entries) :]
+        on_host = [entry.with_weight(weight) for entry, weight in zip(entries, self._weights, strict=True)]
+        self._on_host = FusedGroup(spec, torch.device("cpu"), fused_group.sharding, on_host, scalars_on_device=False)
+        self._step = build(self._on_host)
 
     def run(self, entries: range) -> None:
         """Have all entries stepped on the host, unless the step is skipped."""
-        assert entries == range(len(self.fused_group.entries)), "groups are not stepped in parts here"
-        if self.fused_group.skipped:
-            return
-        for bucket in self._buckets:
-            self._host_steps.submit(self._copies, bucket.slot, bucket.to_fetch(), bucket.step)
+        assert entries == range(len(self._weights)), "groups are not stepped in parts here"
+        if not self.fused_group.skipped:
+            self._host_steps.submit(self._copies, self._slot, self._to_fetch(), self.step_on_host)
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on their device."""
-        if not self._gradients_on_host:
+        if self._staged_grads:
             return super().square_sum()
-        return torch.stack([bucket.square_sum_on_host() for bucket in self._buckets]).sum().to(self.fused_group.device)
+        self._set_gradients(self._grads())
+        return self._step.square_sum().to(self.fused_group.device)
 
     def tensor_sums(self) -> Tensor:
         """Not there: algorithms that need whole tensors are refused."""
         raise NotImplementedError
 
-
-class Bucket:
-    """Entries of a fused group on a device that are stepped on the host together.
-
-    Attributes:
-        slot: where they are staged.
-
-    Args:
-        group: the fused group on the device.
-        part: which of its entries.
-        slot: see above.
-        copies: of the device.
-        build: builds the step of a fused group on the host.
-        gradients_on_host: whether gradients are on the host, too.
-    """
-
-    def __init__(
-        self,
-        group: FusedGroup,
-        part: slice,
-        slot: Slot,
-        copies: DeviceCopies,
-        build: Callable[[FusedGroup], BackendStep],
-        gradients_on_host: bool,
-    ) -> None:
-        self.slot = slot
-        self._group, self._part = group, part
-        entries, spec = group.entries[part], group.spec
-        dtypes = [spec.param_dtype] if gradients_on_host else [spec.param_dtype, spec.grad_dtype]
-        layouts = [(dtype, entry.weight.shape) for dtype in dtypes for entry in entries]
-        staged = slot.tensors(layouts, copies)
-        self._clip_factor = copies.host_memory(4).view(torch.float32).view(())
-        self._weights, self._staged_grads = staged[: len(entries)], staged[len(entries) :]
-        on_host = [entry.with_weight(weight) for entry, weight in zip(entries, self._weights, strict=True)]
-        self._on_host = FusedGroup(spec, torch.device("cpu"), group.sharding, on_host, scalars_on_device=False)
-        self._step = build(self._on_host)
-
     def _grads(self) -> list[Tensor]:
-        return [entry.grad for entry in self._group.entries[self._part] if entry.grad is not None]
+        return [entry.grad for entry in self.fused_group.entries if entry.grad is not None]
 
     def _set_gradients(self, grads: list[Tensor]) -> None:
         self._on_host.set_gradients(grads, list(map(Tensor.data_ptr, grads)))
 
-    def square_sum_on_host(self) -> Tensor:
-        """The sum of the squares of gradients that are on the host; FP64 scalar there."""
-        self._set_gradients(self._grads())
-        return self._step.square_sum()
-
-    def to_fetch(self) -> list[Pair]:
-        """Take the gradients and scalars of the coming step; return what is to be copied to the host before `step`."""
-        group, entries = self._group, self._group.entries[self._part]
-        self._on_host.counts.copy_(group.counts[self._part])
-        self._on_host.scalars.copy_(group.scalars[self._part])
-        pairs = [*zip(self._weights, (entry.weight for entry in entries), strict=True)]
-        grads = self._grads()
+    def _to_fetch(self) -> list[Pair]:
+        """Take the gradients and scalars of the coming step; return what is to be copied to the host before it."""
+        group, grads = self.fused_group, self._grads()
+        self._on_host.counts.copy_(group.counts)
+        self._on_host.scalars.copy_(group.scalars)
+        pairs = [*zip(self._weights, group.weights, strict=True)]
         if self._staged_grads:
             pairs += zip(self._staged_grads, grads, strict=True)
             grads = self._staged_grads
@@ -297,11 +256,10 @@ class Bucket:
             pairs.append((self._clip_factor, group.clip_factor))
         return pairs
 
-    def step(self) -> list[Pair]:
+    def step_on_host(self) -> list[Pair]:
         """Step what was copied to the host; return what is to be copied back."""
         self._step.run(range(len(self._weights)))
-        weights = (entry.weight for entry in self._group.entries[self._part])
-        return [*zip(weights, self._weights, strict=True)]
+        return [*zip(self.fused_group.weights, self._weights, strict=True)]
 
 
 def staging_bytes(params: Iterable[Tensor], gradients_on_host: bool) -> int:
@@ -319,14 +277,3 @@ def staging_bytes(params: Iterable[Tensor], gradients_on_host: bool) -> int:
 def _rounded(size: int) -> int:
     """The next power of two. Torch rounds pinned memory in this way (`CachingHostAllocator.h`, `allocate`)."""
     return 1 << max(size - 1, 0).bit_length()
-
-
-def _parts(entries: Sequence[ParamEntry]) -> Iterator[slice]:
-    """Consecutive entries of at most `BUCKET_ELEMENTS`, or a single one that is larger."""
-    first = elements = 0
-    for k, entry in enumerate(entries):
-        elements += entry.weight.numel()
-        if elements > BUCKET_ELEMENTS and k > first:
-            yield slice(first, k)
-            first, elements = k, entry.weight.numel()
-    yield slice(first, len(entries))

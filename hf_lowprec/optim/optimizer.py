@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from hf_lowprec.optim import arguments, param_groups, validation
+from hf_lowprec.optim import arguments, host_steps, param_groups, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.backends import selection
@@ -330,6 +330,10 @@ class LowPrecisionOptimizer(Algorithm):
         if self.offload_states:
             return OffloadedStep(group, self.host_steps, build, self.offload_gradients)
         return build(group)
+
+    @property
+    def elements_at_once(self) -> float:  # type: ignore[override]
+        return host_steps.BUCKET_ELEMENTS if self.offload_states else math.inf
 
     @property
     def limit(self) -> float | None:

@@ -18,7 +18,7 @@ from torch import nn
 from hf_lowprec.monitor.memory_estimate import expected_memory
 from hf_lowprec.optim import AdamW, StableAdamW
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
-from hf_lowprec.optim.host_steps import SLOTS, Bucket, Slot, staging_bytes
+from hf_lowprec.optim.host_steps import SLOTS, OffloadedStep, Slot, staging_bytes
 from hf_lowprec.optim.state.fp32_weights import fp32_state_dict
 from tests.support.optim.early_gradients import BF16, KINDS, OFFLOADED, Tied, both, small_buckets, train
 from tests.support.optim.optimizer_contents import assert_equal, everything
@@ -108,7 +108,7 @@ def test_means_over_ranks_are_copied_before_ddp_writes_to_its_bucket_again(simul
 
 def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate, monkeypatch):
     simulate()
-    (model, optimizer), done, step = offloaded(), [], Bucket.step
+    (model, optimizer), done, step = offloaded(), [], OffloadedStep.step_on_host
     train(model, optimizer, 1)
 
     def failing_first(bucket):
@@ -118,7 +118,7 @@ def test_all_buckets_are_done_when_a_failed_one_is_reported(simulate, monkeypatc
             raise RuntimeError("the first bucket")
         return step(bucket)
 
-    monkeypatch.setattr(Bucket, "step", failing_first)
+    monkeypatch.setattr(OffloadedStep, "step_on_host", failing_first)
     with pytest.raises(RuntimeError, match="the first bucket"):
         train(model, optimizer, 2)
     assert len(done) == SLOTS

@@ -45,25 +45,30 @@ Squares = tuple[Sharding | None, Tensor]
 """How gradients are sharded, and the sum of the squares of this rank's part of them, an FP64 scalar."""
 
 
-def global_norm(squares: Sequence[Squares]) -> Tensor:
+def global_norm(squares: Iterable[Squares]) -> Tensor:
     """The norm of all gradients, over all groups and shards; FP32 scalar.
 
     It is on the device of the first group, or on the CPU if there are no groups. What is not finite in one replica of a
     shard reaches all ranks over which other gradients are sharded: they skip a step together.
     """
-    if not squares:
+    sums: dict[tuple[Sharding | None, torch.device], Tensor] = {}
+    for sharding, part in squares:
+        key = sharding, part.device
+        sums[key] = sums[key] + part if key in sums else part
+    if not sums:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    sums = [part for _, part in squares]
     spread: Tensor | None = None
-    for k, (sharding, part) in sorted(enumerate(squares), key=_count_of_shards):
-        sums[k] = sum_over_shards(part if spread is None else part + spread.to(part.device), sharding)
+    for sharding, device in sorted(sums, key=_count_of_shards):
+        part = sums[sharding, device]
+        sums[sharding, device] = sum_over_shards(part if spread is None else part + spread.to(device), sharding)
         if sharding is not None:
-            spread = 0 * sums[k]  # NaN, or nothing
-    return torch.stack([part.to(sums[0].device) for part in sums]).sum().sqrt().float()
+            spread = 0 * sums[sharding, device]  # NaN, or nothing
+    first, *others = sums.values()
+    return torch.stack([first, *(part.to(first.device) for part in others)]).sum().sqrt().float()
 
 
-def _count_of_shards(numbered: tuple[int, Squares]) -> int:
-    sharding = numbered[1][0]
+def _count_of_shards(key: tuple[Sharding | None, torch.device]) -> int:
+    sharding, _ = key
     return 1 if sharding is None else math.prod(sharding.mesh.size(dim) for dim in sharding.mesh_dims)
 
 
@@ -162,7 +167,7 @@ class GradientClipping:
 
     def _verified_norm(self, backend_steps: Sequence[BackendStep]) -> Tensor:
         """Compute the norm of all gradients. It may show that clipped gradients were written to, an error."""
-        norm = global_norm([(step.fused_group.sharding, step.square_sum()) for step in backend_steps])
+        norm = global_norm((step.fused_group.sharding, step.square_sum()) for step in backend_steps)
         if self.pending is not None and self.pending.unverified:
             self.pending.verify(norm)
         return norm
@@ -215,7 +220,7 @@ class DelayedClipping(GradientClipping):
 
     def begin_step(self) -> None:
         """Forget the buckets that have been stepped since the last step ended."""
-        self._squares: dict[tuple[Sharding | None, torch.device], Tensor] = {}
+        self._squares: list[Squares] = []
         self._norm: Tensor | None = None
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float) -> Tensor:
@@ -247,8 +252,7 @@ class DelayedClipping(GradientClipping):
             group = step.fused_group
             norm = torch.as_tensor(self.norm_before, dtype=torch.float32, device=group.device)
             group.clip_factor = clip_factor(norm, limit)
-            key, squares = (group.sharding, group.device), step.square_sum()
-            self._squares[key] = self._squares[key] + squares if key in self._squares else squares
+            self._squares.append((group.sharding, step.square_sum()))
         return None
 
     def norm(self) -> Tensor:
@@ -257,8 +261,8 @@ class DelayedClipping(GradientClipping):
         A collective, if parameters are sharded: all ranks must call it.
         """
         if self._norm is None and self._squares:
-            keys = sorted(self._squares, key=lambda key: str(key[1]))  # threads of several devices have no fixed order
-            self._norm = global_norm([(key[0], self._squares[key]) for key in keys])
+            # Threads of several devices have no fixed order.
+            self._norm = global_norm(sorted(self._squares, key=lambda squares: str(squares[1].device)))
         return global_norm([]) if self._norm is None else self._norm
 
 

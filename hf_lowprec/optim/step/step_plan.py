@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from types import TracebackType
 from typing import Any
 
@@ -66,7 +66,11 @@ class StepPlan:
             if entry.layout not in specs:
                 specs[entry.layout] = entry.spec(optimizer, clipped)
             alike[specs[entry.layout], entry.param.device, sharding_of(entry.param)].append(entry)
-        fused_groups = [FusedGroup(*key, same, optimizer.skip_nonfinite) for key, same in alike.items()]
+        fused_groups = [
+            FusedGroup(*key, part, optimizer.skip_nonfinite)
+            for key, same in alike.items()
+            for part in _parts(same, optimizer.elements_at_once)
+        ]
         self.fused_groups = sorted(fused_groups, key=_size_of_temporaries, reverse=True)
         self._entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
         self.plain_copies = [plain for entry in entries for plain in entry.plain_copies]
@@ -160,6 +164,17 @@ class StepPlan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _parts(entries: list[ParamEntry], most: float) -> Iterator[list[ParamEntry]]:
+    """Consecutive entries of at most so many elements, or a single one that is larger."""
+    first = elements = 0
+    for k, entry in enumerate(entries):
+        elements += entry.weight.numel()
+        if elements > most and k > first:
+            yield entries[first:k]
+            first, elements = k, entry.weight.numel()
+    yield entries[first:]
 
 
 def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
