@@ -58,7 +58,7 @@ for tool, others in TOOLS.items():
     MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in others)}
 OPTIM = (
     *("private_torch_apis", "sharding", "arguments", "algorithm_interface", "validation"),
-    *("param_groups", "state", "step", "backends", "gradients", "host_steps", "optimizer", "algorithms"),
+    *("param_groups", "state", "step", "backends", "gradients", "host_steps", "step_stages", "optimizer", "algorithms"),
     "optimizer_names",
 )
 """The files and folders of `optim`, from the lowest to the highest."""
