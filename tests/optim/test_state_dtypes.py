@@ -84,20 +84,6 @@ def test_those_that_are_announced_are_created(shape, dtype, cls, options, expect
     assert created == announced() == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"state_dtype": INT8, "state_rounding": "nearest"}, "state_rounding='nearest' in param group 0 is not"),
-        ({"state_dtype": {"exp_avg": INT8}, "state_rounding": "nearest"}, "always rounded stochastically"),
-        ({"state_dtype": {"max_exp_avg_sq": INT8}, "amsgrad": True}, "max_exp_avg_sq does not average over steps"),
-        ({"state_dtype": UINT8}, "use bfloat16, float32 or int8"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdamW([nn.Parameter(torch.ones(2, 32, dtype=BF16))], **options)
-
-
 def test_names_tell_which_states_are_nonnegative():
     """Files are read without the algorithm that wrote them."""
     for name in NAMES:
