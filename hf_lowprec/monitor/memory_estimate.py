@@ -73,8 +73,8 @@ def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch
     elements: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
     for group, param in _with_states(optimizer):
         shape = local_shard(param).shape
-        for tensor in state_tensors(optimizer, group, param):
-            elements[tensor.state.name][tensor.dtype] += tensor.state.shape_for(shape).numel()
+        for state in state_tensors(optimizer, group, param):
+            elements[state.name][state.dtype] += state.shape_for(shape).numel()
     return elements
 
 

@@ -6,6 +6,7 @@ of `MODES`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,9 @@ Rounding = Literal["kahan", "split", "stochastic", "nearest", "sr"]
 """The values of the argument `rounding`: the names of `MODES`, and the short ones."""
 StateRounding = Literal["stochastic", "nearest"]
 """The values of the argument `state_rounding`."""
+CODE_SUFFIX, SCALE_SUFFIX = "_code", "_scale"
+"""The ends of the keys of the codes and scales of a state in 8 bits, after its name. Under that name itself, other
+optimizers would take codes for values."""
 SHORT_NAMES = {"sr": "stochastic"}
 """Short names of modes, as in `optim="adamw_bf16_sr"`."""
 
@@ -38,7 +42,7 @@ class State:
     """A state tensor that every parameter of an algorithm or mode has.
 
     Attributes:
-        name: its key in `optimizer.state[param]`, where codes of 8 bits have another one, see `states.py`.
+        name: its key in `optimizer.state[param]`, unless it is stored in 8 bits.
         role: the role of its random bits, see `random_bits.py`.
         averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
             are rounded to nearest.
@@ -73,6 +77,32 @@ class State:
             return shape
         dim = self.mean_over % len(shape)
         return torch.Size((*shape[:dim], 1, *shape[dim + 1 :]))
+
+
+@dataclass(frozen=True)
+class StoredState(State):
+    """A state as it is stored for a parameter.
+
+    Attributes:
+        dtype: its dtype. Codes of `block_floats.py` are int8, and another state holds their scales.
+        stochastic: whether it is rounded stochastically.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    stochastic: bool = False
+
+    @classmethod
+    @functools.cache
+    def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> StoredState:
+        """`state` in `dtype`; only averages are rounded stochastically: to BF16 if asked for, and always to 8 bits."""
+        asked = dtype == torch.bfloat16 and state_rounding == "stochastic"
+        stochastic = state.averages and (asked or dtype == torch.int8)
+        return cls(**{**vars(state), "dtype": dtype, "stochastic": stochastic})
+
+    @property
+    def key(self) -> str:
+        """Its key in `optimizer.state[param]`."""
+        return self.name + CODE_SUFFIX if self.dtype == torch.int8 else self.name
 
 
 @dataclass(frozen=True)

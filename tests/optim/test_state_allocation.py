@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.states import PAGE, SMALLEST, StateTensor, zeros_apart
-from hf_lowprec.rounding import State
+from hf_lowprec.optim.state.states import PAGE, SMALLEST, zeros_apart
+from hf_lowprec.rounding.modes import StoredState
 
 LARGE = (SMALLEST // 2 // 64, 64)
 
@@ -64,7 +64,7 @@ def test_what_it_costs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_they_are_zeros_of_the_parameters_shape(dtype):
     param = nn.Parameter(torch.ones(LARGE[::-1], dtype=torch.bfloat16).t())
-    state = StateTensor(State("exp_avg", role=1), dtype, param.shape)
+    state = StoredState("exp_avg", role=1, dtype=dtype)
     made = zeros_apart(param, state, position=0, count=1)
     assert made.shape == param.shape
     assert made.dtype == dtype

@@ -21,10 +21,10 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.state.saved_formats import LOW_BITS, from_saved_form, in_own_dtype
-from hf_lowprec.optim.state.states import CODE_SUFFIX, SCALE_SUFFIX, storage_keys, value_in
+from hf_lowprec.optim.state.states import storage_keys, value_in
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.low_bits import fp32_value
-from hf_lowprec.rounding.modes import LOW_BITS_STATES
+from hf_lowprec.rounding.modes import CODE_SUFFIX, LOW_BITS_STATES, SCALE_SUFFIX
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
 _FIRST_OPTIMIZER = ("optimizer.pt", "optimizer.bin", SHARDED_STATE)  # Trainer's, accelerate's, that of FSDP2

@@ -20,8 +20,9 @@ from hf_lowprec.monitor.memory_estimate import (
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.state.fp32_weights import initial_values
-from hf_lowprec.optim.state.states import SCALE_SUFFIX, state_tensors
+from hf_lowprec.optim.state.states import state_tensors
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, dtype_name
+from hf_lowprec.rounding.modes import SCALE_SUFFIX
 
 
 def precision_report(
@@ -97,7 +98,7 @@ def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
         if not any(param.dtype in LOW_PRECISION_DTYPES for param in params):
             continue
         tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
-        bits = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages}
+        bits = {8 * tensor.dtype.itemsize for tensor in tensors if tensor.averages}
         bits_of_averages[group["rounding"], group["state_rounding"], group["seed"]] |= bits - {32}
     modes = []
     for (rounding, state_rounding, seed), bits in sorted(bits_of_averages.items()):

@@ -28,7 +28,6 @@ from hf_lowprec.optim.state.saved_formats import (
     numbered_parameters,
 )
 from hf_lowprec.optim.state.states import (
-    StateTensor,
     copy_apart,
     in_own_dtypes,
     rounded_to_nearest,
@@ -38,7 +37,7 @@ from hf_lowprec.optim.state.states import (
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.attached_low_bits import are_saved_low_bits, remove_low_bits, restore_saved_low_bits
-from hf_lowprec.rounding.modes import AUXILIARY_STATES
+from hf_lowprec.rounding.modes import AUXILIARY_STATES, StoredState
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -356,26 +355,29 @@ def _check_state(
     if not (isinstance(step, numbers.Real) and 0 <= step < 2**63 and float(step).is_integer()):  # type: ignore[operator]
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
     formers = [AUXILIARY_STATES[name] for name in sorted(AUXILIARY_STATES.keys() & state.keys() - expected)]
-    tensors += [StateTensor(former, former.dtype or torch.bfloat16, param.shape) for former in formers]
+    tensors += [StoredState.of(former, former.dtype or torch.bfloat16, "nearest") for former in formers]
     for tensor in tensors:
         _check_state_tensor(tensor, param, state[tensor.key], where)
 
 
-def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: str) -> None:
-    """Raise ValueError unless `saved` has a shape and a dtype that `tensor` can have."""
-    name, stored = tensor.key, tensor.state
+def _check_state_tensor(state: StoredState, param: Tensor, saved: Any, where: str) -> None:
+    """Raise ValueError unless `saved` has a shape and a dtype that `state` can have."""
+    name, shape = state.key, state.shape_for(param.shape)
     if not isinstance(saved, Tensor):
         raise ValueError(f"{name} of {where} is not a tensor but {saved!r} in the state dict")
-    if saved.shape != tensor.shape:
-        of_scales = "" if stored.scale_of is None else f", whose scales have {tuple(tensor.shape)}"
+    if saved.shape != shape:
+        of_scales = "" if state.scale_of is None else f", whose scales have {tuple(shape)}"
         raise ValueError(
             f"{name} of {where} has shape {tuple(saved.shape)} in the state dict; the parameter has "
             f"{tuple(param.shape)}{of_scales}"
         )
     valid: tuple[torch.dtype, ...] = STATE_DTYPES
-    if stored.dtype is not None and not stored.dtype.is_floating_point:
-        valid = (stored.dtype,)
-    elif stored.dtype is not None or why_not_8_bits(stored, param):
+    fixed = (
+        AUXILIARY_STATES[name].dtype if name in AUXILIARY_STATES else None if state.scale_of is None else torch.uint8
+    )
+    if fixed is not None and not fixed.is_floating_point:
+        valid = (fixed,)
+    elif fixed is not None or why_not_8_bits(state, param):
         valid = tuple(dtype for dtype in STATE_DTYPES if dtype.is_floating_point)
     if saved.dtype not in valid:
         names = " or ".join(map(dtype_name, valid))

@@ -9,7 +9,7 @@ states.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,35 +20,12 @@ from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, is_sh
 from hf_lowprec.rounding import State, dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode, scale_shape
 from hf_lowprec.rounding.low_bits import chunk_size
-from hf_lowprec.rounding.modes import LOW_BITS_STATES
-
-CODE_SUFFIX, SCALE_SUFFIX = "_code", "_scale"
-"""The ends of the keys of a state's codes and scales, after the name of the state. Under that name itself, other
-optimizers would take codes for values."""
-
-
-class StateTensor(NamedTuple):
-    """A tensor of a parameter's state, as it is stored.
-
-    Attributes:
-        state: its name, its random bits, and how it is rounded.
-        dtype: its dtype.
-        shape: its full shape.
-    """
-
-    state: State
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def key(self) -> str:
-        """Its key in `optimizer.state[param]`."""
-        return self.state.name + CODE_SUFFIX if self.dtype == torch.int8 else self.state.name
+from hf_lowprec.rounding.modes import CODE_SUFFIX, LOW_BITS_STATES, SCALE_SUFFIX, StoredState
 
 
 def state_tensors(
     optimizer: Algorithm, group: ParamGroup, param: Tensor, existing: Mapping[str, Any] | None = None
-) -> list[StateTensor]:
+) -> list[StoredState]:
     """The state tensors that `param` has in `group`, in the order in which they are stored.
 
     States that exist have their dtype, others that which the group asks for.
@@ -67,11 +44,11 @@ def state_tensors(
     tensors = []
     for state in optimizer.stored_states(group, param):
         dtype = dtype_in(existing, state.name) or new_state_dtype(state, group, param)
-        tensors.append(StateTensor(state, dtype, state.shape_for(param.shape)))
+        tensors.append(StoredState.of(state, dtype, group["state_rounding"]))
         if dtype == torch.int8:
             _check_blocks(param)
-            scale = State(state.name + SCALE_SUFFIX, state.role, averages=False, dtype=torch.uint8, scale_of=state.name)
-            tensors.append(StateTensor(scale, torch.uint8, scale.shape_for(param.shape)))
+            name, of = state.name + SCALE_SUFFIX, state.name
+            tensors.append(StoredState(name, state.role, averages=False, dtype=torch.uint8, scale_of=of))
     return tensors
 
 
@@ -247,7 +224,7 @@ _LINE = 64
 
 
 def zeros_apart(
-    param: Tensor, tensor: StateTensor, position: int, count: int, device: torch.device | None = None
+    param: Tensor, state: StoredState, position: int, count: int, device: torch.device | None = None
 ) -> Tensor:
     """A new state: contiguous zeros, distributed as `param` is.
 
@@ -259,16 +236,16 @@ def zeros_apart(
 
     Args:
         param: the parameter.
-        tensor: the dtype and shape of the zeros.
+        state: the new state.
         position: which of the parameter's states this is, from 0.
         count: how many states it has; they divide the page that begins at the weight.
         device: of the zeros; None means that of `param`.
     """
-    part, dtype, state = local_shard(param), tensor.dtype, tensor.state
+    part, dtype = local_shard(param), state.dtype
     device = device or part.device
     if state.scale_of is not None or state.mean_over is not None:
         zeros = torch.zeros(state.shape_for(part.shape), dtype=dtype, device=device)
-        return dtensor_like(zeros, param, tensor.shape, state.mean_over)
+        return dtensor_like(zeros, param, state.shape_for(param.shape), state.mean_over)
     if device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
         return torch.zeros_like(param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")

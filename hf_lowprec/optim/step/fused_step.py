@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.step.kernel_spec import CLIP, KernelSpec, StoredState
+from hf_lowprec.optim.step.kernel_spec import CLIP, KernelSpec
 from hf_lowprec.rounding import MODES, random_word, round_nearest, round_stochastic
 from hf_lowprec.rounding.block_floats import decode, encode
-from hf_lowprec.rounding.modes import DrawBits
+from hf_lowprec.rounding.modes import DrawBits, StoredState
 from hf_lowprec.rounding.random_bits import lane, word_of
 
 

@@ -12,8 +12,8 @@ import torch
 
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim.algorithm_interface import Formula, Update
-from hf_lowprec.rounding import MODES, State
-from hf_lowprec.rounding.modes import WEIGHT_ROLE
+from hf_lowprec.rounding import MODES
+from hf_lowprec.rounding.modes import WEIGHT_ROLE, StoredState
 from hf_lowprec.rounding.random_bits import word_of
 
 CLIP = "clip"
@@ -24,34 +24,6 @@ ORTHOGONALIZED = "orthogonalized"
 """Name of the BF16 tensor that an algorithm's `orthogonalize` makes of a matrix."""
 ROW_FACTOR, COLUMN_FACTOR = "row_factor", "column_factor"
 """Names of the FP32 tensors, one element per row or column, whose product normalizes a factored gradient."""
-
-
-@dataclass(frozen=True)
-class StoredState:
-    """The storage of a state.
-
-    Attributes:
-        name: its name.
-        role: the role of its random bits.
-        dtype: its dtype. Codes of `rounding/block_floats.py` are int8, and another state holds their scales.
-        stochastic: whether it is rounded stochastically.
-        nonnegative: whether no element is ever negative.
-        scale_of: the name of the state whose scales it holds; None for all other states.
-    """
-
-    name: str
-    role: int
-    dtype: torch.dtype
-    stochastic: bool
-    nonnegative: bool = False
-    scale_of: str | None = None
-
-    @classmethod
-    def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> StoredState:
-        """`state` in `dtype`; only averages are rounded stochastically: to BF16 if asked for, and always to 8 bits."""
-        asked = dtype == torch.bfloat16 and state_rounding == "stochastic"
-        stochastic = state.averages and (asked or dtype == torch.int8)
-        return cls(state.name, state.role, dtype, stochastic, state.nonnegative, state.scale_of)
 
 
 @dataclass(frozen=True)

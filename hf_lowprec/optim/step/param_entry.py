@@ -20,7 +20,7 @@ from hf_lowprec.optim.param_groups import number_of
 from hf_lowprec.optim.sharding import is_sharded, local_shard, placements_of_mean, when_written
 from hf_lowprec.optim.state.fp32_weights import start_with_low_bits, states_of_other_modes
 from hf_lowprec.optim.state.states import state_tensors, zeros_apart
-from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR, KernelSpec, StoredState
+from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR, KernelSpec
 from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bits
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
@@ -45,7 +45,7 @@ class ParamEntry:
         optimizer_state: its entry in `optimizer.state`.
         param: the parameter as the user has it, which may be a DTensor.
         weight: this rank's part of it.
-        stored: the layouts of its states.
+        stored: its states.
         states: this rank's part of each state of the parameter's shape, by name and in the order of the spec.
         means: this rank's part of the states that are means over rows or columns, flat, by name.
         plain_copies: of those of these tensors that are not in plain memory.
@@ -81,12 +81,12 @@ class ParamEntry:
         self._check_layouts(optimizer, grad)
         self.states: dict[str, Tensor] = {}
         self.means: dict[str, Tensor] = {}
-        for tensor in self.stored:
-            part = self._in_plain_memory(f"its state {tensor.key!r}", self.optimizer_state[tensor.key])
-            if tensor.state.mean_over is None:
-                self.states[tensor.state.name] = part
+        for state in self.stored:
+            part = self._in_plain_memory(f"its state {state.key!r}", self.optimizer_state[state.key])
+            if state.mean_over is None:
+                self.states[state.name] = part
             else:
-                self.means[tensor.state.name] = part.view(-1)
+                self.means[state.name] = part.view(-1)
         self.grad_dtype = local_shard(grad).dtype
         self.grad: Tensor | None = None
         self.orthogonalized: Tensor | None = None
@@ -109,13 +109,12 @@ class ParamEntry:
     @property
     def layout(self) -> tuple[Any, ...]:
         """What its spec depends on. Parameters of one optimizer with equal ones have the same spec."""
-        states = ((tensor.state, tensor.dtype) for tensor in self.stored)
+        states = ((state.name, state.dtype) for state in self.stored)
         return id(self.group), self.param.dtype, self.grad_dtype, *states
 
     def spec(self, optimizer: Algorithm, clipped: bool) -> KernelSpec:
         """How `optimizer` steps it; `clipped` says whether gradients are."""
         group = self.group
-        of_elements = [tensor for tensor in self.stored if tensor.state.mean_over is None]
         return KernelSpec(
             update=type(optimizer).update,
             options=tuple(sorted(optimizer.options(group).items())),
@@ -123,7 +122,7 @@ class ParamEntry:
             rounding=group["rounding"],
             param_dtype=self.param.dtype,
             grad_dtype=self.grad_dtype,
-            states=tuple(StoredState.of(state, dtype, group["state_rounding"]) for state, dtype, _ in of_elements),
+            states=tuple(state for state in self.stored if state.mean_over is None),
             maximize=bool(group["maximize"]),
             clipped=clipped,
             tensor_means=tuple(optimizer.tensor_means(group).items()),
@@ -174,12 +173,12 @@ class ParamEntry:
         missing: dict[str, Any] = {}
         if "step" not in self.optimizer_state:
             missing["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
-        for k, tensor in enumerate(self.stored):
-            if tensor.key not in self.optimizer_state:
+        for k, state in enumerate(self.stored):
+            if state.key not in self.optimizer_state:
                 device = optimizer.state_device(self.param)
-                missing[tensor.key] = zeros_apart(self.param, tensor, k, len(self.stored), device)
-                if tensor.state.holds_low_bits and not states_of_other_modes(self.group, self.optimizer_state):
-                    start_with_low_bits(missing[tensor.key], self.param)
+                missing[state.key] = zeros_apart(self.param, state, k, len(self.stored), device)
+                if state.holds_low_bits and not states_of_other_modes(self.group, self.optimizer_state):
+                    start_with_low_bits(missing[state.key], self.param)
         # All at once and filled: if memory runs out before, the next step finds none and begins again.
         self.optimizer_state.update(missing)
         remove_low_bits(self.param)
@@ -188,7 +187,7 @@ class ParamEntry:
     def _check_layouts(self, optimizer: Algorithm, grad: Tensor) -> None:
         """Raise ValueError unless the gradient and states have their shapes, devices and placements."""
         param, device = self.param, optimizer.state_device(self.param)
-        own = {tensor.key: (tensor.shape, tensor.state.mean_over) for tensor in self.stored}
+        own = {state.key: (state.shape_for(param.shape), state.mean_over) for state in self.stored}
         former = states_of_other_modes(self.group, self.optimizer_state)
         layouts = {name: own.get(name, (param.shape, None)) for name in (*sorted(former), *own)}
         of_states = ((self.optimizer_state[name], *layout, device) for name, layout in layouts.items())
