@@ -106,7 +106,10 @@ def requests_8_bits(group: ParamGroup) -> bool:
 
 
 def _check_state_dtype(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
-    requested, states = group["state_dtype"], optimizer.states(group)
+    requested = group["state_dtype"]
+    if requested is None:
+        return
+    states = optimizer.states(group)
     by_state = requested if isinstance(requested, Mapping) else {}
     if by_state:  # it may be that of all groups, which may have other states than this one
         others = (optimizer.defaults | dict.fromkeys(optimizer.flags, flag) for flag in (True, False))
