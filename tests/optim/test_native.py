@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from hf_lowprec import once
 from hf_lowprec.optim import AdamW
@@ -37,34 +39,6 @@ from tests.support.processes import forkserver
 
 STEP = Path(__file__).parents[1] / "scripts" / "native_step.py"
 
-PROGRAM = """
-import os, sys, warnings
-import torch
-from hf_lowprec.optim import SGD, AdamW
-
-def train(backend="auto", cls=AdamW, count=1, lr=1e-2, steps=3, size=100, **options):
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(size).bfloat16()) for _ in range(count)]
-    optimizer = cls(params, lr=lr, backend=backend, **options)
-    for _ in range(steps):
-        for param in params:
-            param.grad = torch.randn(size).bfloat16()
-        optimizer.step()
-    return torch.cat([param.detach() for param in params])
-"""
-
-
-def run(folder: Path, body: str, cache: Path | str, **environment: str) -> str:
-    """Run PROGRAM and `body` in a process of its own, and return what it prints."""
-    script = folder / "program.py"
-    script.write_text(PROGRAM + body)
-    done = forkserver.run(script, [], 120, **{"CC": "", "HF_LOWPREC_CACHE": str(cache), **environment})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-NATIVE_IS_EAGER = 'assert torch.equal(train("native"), train("eager"))\n'
-
 
 def libraries(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
@@ -72,21 +46,31 @@ def libraries(cache: Path) -> list[str]:
 
 def test_processes_that_start_at_once_on_an_empty_cache(tmp_path):
     with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda _: run(tmp_path, NATIVE_IS_EAGER, tmp_path / "cache"), range(3)))
+        found = threads.map(lambda _: run_script(tmp_path / "cache"), range(3))
+        assert [each["error"] for each in found] == [""] * 3
     assert len(libraries(tmp_path / "cache")) == 1  # and no half-written or private file is left
 
 
-def test_only_the_spec_decides_which_library_is_compiled(tmp_path):
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
+    """An empty cache, in a process that has loaded nothing."""
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
+    native._load.cache_clear()
+    yield tmp_path
+    native._load.cache_clear()
+
+
+def test_only_the_spec_decides_which_library_is_compiled(own_cache):
     """Rates, sizes, the seed and the numbers of tensors and steps need no new library; options of the formula do."""
-    body = """
-for changed in ({}, {"lr": 1e-4}, {"lr": torch.tensor(0.3)}, {"count": 20}, {"size": 5000}, {"steps": 30}, {"seed": 7},
-                {"betas": (0.5, 0.6)}, {"weight_decay": 0.3, "eps": 1e-3}):
-    train("native", **changed)
-print(len(os.listdir(os.environ["HF_LOWPREC_CACHE"])))
-train("native", amsgrad=True)
-print(len(os.listdir(os.environ["HF_LOWPREC_CACHE"])))
-"""
-    assert run(tmp_path, body, tmp_path / "cache").split() == ["1", "2"]
+    changes = [{}, {"lr": 1e-4}, {"lr": torch.tensor(0.3)}, {"seed": 7}, {"betas": (0.5, 0.6)}, {"eps": 1e-3}]
+    for number, options in enumerate([*changes, {"amsgrad": True}]):
+        params = [nn.Parameter(torch.ones(100 * number + 1).bfloat16()) for _ in range(number + 1)]
+        optimizer = AdamW(params, backend="native", **options)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert len(libraries(own_cache)) == 1 + ("amsgrad" in options)
 
 
 def test_what_another_compiler_flag_or_processor_made_is_not_loaded(monkeypatch):
@@ -212,19 +196,15 @@ def test_a_compiler_that_cc_names_is_not_replaced_by_another(monkeypatch):
     with pytest.raises(
         c_compiler.CompilerError, match=r"\$CC='no-such-compiler -O2' is not a program.*backend='eager'"
     ):
-        AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], backend="native")
+        AdamW([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], backend="native")
 
 
-def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
-    path = require_compiler()[0]
-    monkeypatch.setenv("CC", f"{path} -DNOTHING")
-    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
-    native._load.cache_clear()
-    params = [torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))]
+def test_a_compiler_may_have_arguments(monkeypatch, own_cache):
+    monkeypatch.setenv("CC", f"{require_compiler()[0]} -DNOTHING")
+    params = [nn.Parameter(torch.ones(5, dtype=torch.bfloat16))]
     params[0].grad = torch.ones_like(params[0])
     AdamW(params, backend="native").step()
-    assert len(list(tmp_path.glob("*.so"))) == 1
-    native._load.cache_clear()
+    assert len(libraries(own_cache)) == 1
 
 
 # The cache.
@@ -235,7 +215,7 @@ NAME = "step-0123.so"
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX-512 belongs to x86-64")
 def test_vectors_have_512_bits_on_processors_of_intel(tmp_path):
     """Compilers prefer 256 bits there, which takes twice the instructions."""
-    param = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    param = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     param.grad = torch.zeros_like(param)
     with AdamW([param], backend="eager").plan_step() as plan:
         source = render(plan.fused_groups[0].spec)
@@ -383,8 +363,8 @@ def test_the_default_follows_the_users_directories(monkeypatch, tmp_path):
 # Which backend runs.
 
 
-def params() -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
+def params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for it to run on")
