@@ -23,7 +23,7 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.golden import checkpoints, recording, trainer
+from tests.golden import recording, steps, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,10 +60,10 @@ def results(package: Path, file: Path) -> dict[str, Any]:
 
 def renew() -> None:
     """Write the recording. Checkpoints are written where there is none yet: those of an earlier commit stay."""
-    checkpoints.FOLDER.mkdir(exist_ok=True)
+    steps.CHECKPOINTS.mkdir(exist_ok=True)
     for run in recording.RUNS:
-        if not checkpoints.path(*run.split()).exists():
-            checkpoints.write(*run.split())
+        if not steps.checkpoint_path(*run.split()).exists():
+            steps.write_checkpoint(*run.split())
     if not trainer.CHECKPOINT.exists():
         with tempfile.TemporaryDirectory() as folder:
             trainer.write(Path(folder))

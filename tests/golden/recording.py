@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_lowprec
-from tests.golden import casting, checkpoints, steps, trainer
+from tests.golden import casting, steps, trainer
 from tests.support.processes import forkserver
 
 FILE = Path(__file__).with_name("recording.json")
@@ -63,7 +63,7 @@ def in_this_process(run: str, backend: str) -> dict[str, Any]:
     algorithm, mode = run.split()
     return {
         "steps": steps.record(algorithm, mode, backend),
-        "checkpoints": checkpoints.record(algorithm, mode, backend),
+        "checkpoints": steps.record_checkpoint(algorithm, mode, backend),
     }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,3 +186,32 @@ def record_layout(algorithm: str, mode: str) -> dict[str, Any]:
     training = Training(algorithm, mode, "eager", Case(tensors=SMALL))
     training.run(range(1, 4))
     return training.layout()
+
+
+CHECKPOINTS = Path(__file__).with_name("checkpoints")
+"""State dicts that an earlier commit wrote together with the recording: weights and states after three steps."""
+
+
+def checkpoint_path(algorithm: str, mode: str, folder: Path = CHECKPOINTS) -> Path:
+    return folder / f"{algorithm.lower()}_{mode}.pt"
+
+
+def write_checkpoint(algorithm: str, mode: str, folder: Path = CHECKPOINTS) -> None:
+    """Train for three steps and save."""
+    training = Training(algorithm, mode, "eager", Case(tensors=SMALL))
+    training.run(range(1, 4))
+    saved = {"weights": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+    torch.save(saved, checkpoint_path(algorithm, mode, folder))
+
+
+def record_checkpoint(algorithm: str, mode: str, backend: str, folder: Path = CHECKPOINTS) -> dict[str, Any]:
+    """Digests right after loading the saved file, and after one more step; loading it warns of nothing."""
+    training = Training(algorithm, mode, backend, Case(tensors=SMALL))
+    saved = torch.load(checkpoint_path(algorithm, mode, folder), weights_only=True)
+    training.model.load_state_dict(saved["weights"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.optimizer.load_state_dict(saved["optimizer"])
+    loaded = {**training.digests(), "step": digest(state["step"] for state in training.optimizer.state.values())}
+    training.step(4)
+    return {"loaded": loaded, "after one more step": training.digests()}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import hf_lowprec
-from tests.golden import casting, checkpoints, recording, steps
+from tests.golden import casting, recording, steps
 from tests.support.chosen_cases import EVERY_CASE
 
 RECORDED = recording.read()
@@ -40,7 +40,7 @@ def test_steps(algorithm, mode):
 def test_state_dicts(algorithm, mode):
     """Those that were saved before load, and the next step is the recorded one; new ones have the recorded layout."""
     run = f"{algorithm} {mode}"
-    assert_recorded("checkpoints", run, checkpoints.record(algorithm, mode, "native"))
+    assert_recorded("checkpoints", run, steps.record_checkpoint(algorithm, mode, "native"))
     assert_recorded("state dicts", run, steps.record_layout(algorithm, mode))
 
 
