@@ -163,10 +163,9 @@ def predict_rounding(weights: Tensor, run: PlannedRun) -> dict[str, RoundedUpdat
     directions, last = noise_directions(run.algorithm, run.betas), len(run.learning_rates)
     steps = [round(step) for step in torch.linspace(1, last, min(last, EVALUATED_STEPS)).tolist()]
     rates = [run.learning_rates[step - 1] for step in steps]
-    decayed, others = weights
+    decays = (run.weight_decay, 0.0)
     return {
-        mode: round_updates(decayed, directions, rates, steps, run.weight_decay, *storage)
-        + round_updates(others, directions, rates, steps, 0.0, *storage)
+        mode: round_updates(weights, directions, rates, steps, decays, *storage)
         for mode, storage in PREDICTED_MODES.items()
     }
 
@@ -315,9 +314,6 @@ class RoundedUpdates(NamedTuple):
         displacement = float(self.displacement.sum())
         return (float(self.variance.sum()) / displacement) ** 0.5 if displacement else 0.0
 
-    def __add__(self, other: RoundedUpdates) -> RoundedUpdates:  # type: ignore[override]
-        return RoundedUpdates(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
 
 @torch.no_grad()
 def round_updates(
@@ -325,18 +321,18 @@ def round_updates(
     directions: Directions,
     learning_rates: Sequence[float],
     steps: Sequence[int],
-    weight_decay: float,
+    weight_decays: Sequence[float],
     quantum: float,
     stochastic: bool,
 ) -> RoundedUpdates:
     """Predict the rounding of weights' updates.
 
     Args:
-        counts: how many weights have which spacing, see `count_spacings`.
+        counts: how many weights have which spacing (see `count_spacings`), one row for each weight decay.
         directions: of the updates.
         learning_rates: in each of `steps`.
         steps: counted from 1.
-        weight_decay: decoupled, and part of the same update; 0 if it is a separate operation.
+        weight_decays: decoupled, and part of the same update; 0 if it is a separate operation.
         quantum: the spacing of what is stored, relative to the weight's.
         stochastic: whether it is rounded stochastically, or to nearest.
 
@@ -346,10 +342,9 @@ def round_updates(
     rates = torch.tensor(learning_rates, dtype=torch.float64)[:, None]
     sample = directions.sample * directions.growth(torch.tensor(steps, dtype=torch.float64))[:, None]
     total = torch.zeros(4, len(steps), dtype=torch.float64)
-    for count, spacing, magnitude in zip(counts, spacings_by_exponent(torch.bfloat16), magnitudes(), strict=True):
-        if not count:
-            continue
-        decay, spacing = weight_decay * magnitude, spacing * quantum
+    spacings, sizes = spacings_by_exponent(torch.bfloat16) * quantum, magnitudes()
+    for row, exponent in counts.nonzero().tolist():
+        decay, spacing = weight_decays[row] * sizes[exponent], spacings[exponent]
         updates = rates / spacing * (torch.cat((sample + decay, decay - sample), dim=1) if decay else sample)
         square, variance = updates.square().mean(1), torch.zeros(len(steps), dtype=torch.float64)
         stored = square
@@ -359,5 +354,5 @@ def round_updates(
         else:
             stored = (updates * updates.round()).mean(1)
         displacement = (rates / spacing * directions.sample).square().mean(1) * directions.persistence
-        total += count * spacing**2 * torch.stack((square, stored, variance, displacement))
+        total += counts[row, exponent] * spacing**2 * torch.stack((square, stored, variance, displacement))
     return RoundedUpdates(*total)

@@ -185,7 +185,7 @@ def test_nearest_loses_what_torchs_rounding_loses(rate, decay):
     measured = 1 - float((update * stored).sum() / update.square().sum())
     normal = torch.special.ndtri((torch.arange(4096, dtype=torch.float64) + 0.5) / 4096)
     directions, storage = Directions(0.23 * normal.abs(), 0.0, 1.0), PREDICTED_MODES["nearest"]
-    rounded = round_updates(count_spacings(weights), directions, [rate], [100], decay, *storage)
+    rounded = round_updates(count_spacings(weights)[None], directions, [rate], [100], [decay], *storage)
     assert rounded.lost == pytest.approx(measured, abs=0.02)
 
 
@@ -216,7 +216,7 @@ def trained_on_noise(rounding: str, lr: float, steps: int = 200) -> tuple[torch.
 
 def predicted(start: torch.Tensor, lr: float, mode: str, steps: int = 200):
     directions, every = noise_directions("adamw", (0.9, 0.999)), [*range(1, steps + 1)]
-    return round_updates(count_spacings(start), directions, [lr] * steps, every, 0.0, *PREDICTED_MODES[mode])
+    return round_updates(count_spacings(start)[None], directions, [lr] * steps, every, [0.0], *PREDICTED_MODES[mode])
 
 
 # Split weights lose what FP32 weights lose: updates below about 1e-9.
