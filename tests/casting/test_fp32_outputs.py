@@ -16,7 +16,7 @@ from hf_lowprec.casting import cast_model, uncast_model
 from hf_lowprec.casting.input_downcast import losses_mix_dtypes
 from hf_lowprec.casting.losses import computes_loss_itself, upcast_predictions
 from tests.support.models import tiny_models
-from tests.support.models.inspection import BF16, FP32
+from tests.support.models.inspection import BF16, FP32, output_dtypes
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
@@ -133,28 +133,17 @@ def test_where_no_layer_is_known_to_predict_the_loss_alone_is_fp32():
     assert outputs.loss.item() == pytest.approx(by_class(outputs.logits.double(), TOKENS).item(), rel=1e-6)
 
 
-def test_only_what_makes_the_predictions_returns_fp32():
-    seen: dict[str, set[torch.dtype]] = {}
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            seen[name] = {output.dtype}
-
-        return hook
-
+def test_only_what_makes_the_predictions_returns_fp32() -> None:
     torch.manual_seed(0)
     config = transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=1, n_heads=2, hidden_dim=32, num_labels=3)
     model = upcast(transformers.DistilBertForSequenceClassification(config))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(note(name))
-    model(input_ids=TOKENS, labels=CLASSES)
-    assert {name for name, dtypes in seen.items() if FP32 in dtypes} == {"classifier"}
+    seen = output_dtypes(model, {"input_ids": TOKENS, "labels": CLASSES})
+    assert {name for name, dtypes in seen.items() if FP32 in dtypes} == {"", "classifier"}
     assert "pre_classifier" in seen
 
 
 @pytest.mark.parametrize("auxiliary", [True, False])
-def test_auxiliary_predictions_belong_to_them(auxiliary):
+def test_auxiliary_predictions_belong_to_them(auxiliary: bool) -> None:
     size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     config = transformers.DPTConfig(
         **size, intermediate_size=32, image_size=32, patch_size=8, fusion_hidden_size=8, num_labels=3,
@@ -162,12 +151,9 @@ def test_auxiliary_predictions_belong_to_them(auxiliary):
         semantic_classifier_dropout=0.0,
     )  # fmt: skip
     model = upcast(transformers.DPTForSemanticSegmentation(config)).eval()
-    seen: dict[str, torch.dtype] = {}
-    for name in ("head", "auxiliary_head"):
-        if (module := getattr(model, name)) is not None:
-            module.register_forward_hook(lambda m, a, output, name=name: seen.__setitem__(name, output.dtype))
-    model(pixel_values=torch.randn(2, 3, 32, 32))
-    assert seen == dict.fromkeys(("head", "auxiliary_head")[: 1 + auxiliary], FP32)
+    seen = output_dtypes(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
+    heads = {name for name, dtypes in seen.items() if name and "." not in name and dtypes == {FP32}}
+    assert heads == {"head", *["auxiliary_head"] * auxiliary}
 
 
 class Swapped(transformers.BertPreTrainedModel):
