@@ -48,19 +48,22 @@ FROM_4_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
 
 FIELDS: dict[str, dict[str, Any]] = {
-    "detr": LAST,
-    "conditional_detr": LAST,
-    "dab-detr": LAST,
-    "table-transformer": LAST,
+    **dict.fromkeys(("detr", "conditional_detr", "dab-detr", "table-transformer"), LAST),
+    **dict.fromkeys(("swin", "swinv2", "donut-swin", "maskformer-swin"), SWIN),
+    **dict.fromkeys(("efficientnet", "align_vision_model"), EFFICIENTNET),
+    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), GROUNDING),
+    **dict.fromkeys(("sam_vision_model", "sam_hq_vision_model"), SAM),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), THINKER),
+    **dict.fromkeys(("informer", "time_series_transformer"), HISTORY),
+    **dict.fromkeys(("vit", "deit"), {"encoder_stride": 8}),  # a masked patch is drawn again in its size
+    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), {"decoder_start_token_id": 1}),
+    **dict.fromkeys(("sam2_video", "edgetam_video"), {"prompt_encoder_config": {"patch_size": 16}}),
+    **dict.fromkeys(("neucodec", "xcodec2"), {"quantization_dim": 192, "initializer_range": 0.2}),  # of both encoders
+    **dict.fromkeys(("blip-2", "instructblip"), {"image_token_index": 5}),
+    **dict.fromkeys(("gemma3n_text", "gemma4_unified_text"), {"num_kv_shared_layers": 0}),
+    # Smaller, every letter is as likely as the next, and the mean square of probabilities has no gradient there.
+    **dict.fromkeys(("pp_ocrv5_mobile_rec", "pp_ocrv5_server_rec"), {"initializer_range": 0.2}),
     "deformable_detr": PYRAMID,
-    "swin": SWIN,
-    "swinv2": SWIN,
-    "donut-swin": SWIN,
-    "maskformer-swin": SWIN,
-    "efficientnet": EFFICIENTNET,
-    "align_vision_model": EFFICIENTNET,
-    "vit": {"encoder_stride": 8},  # a masked patch is drawn again in its size
-    "deit": {"encoder_stride": 8},
     "align": {"projection_dim": 40},  # the width at which its image model ends
     "clap_audio_model": {"patch_embeds_hidden_size": 8},  # doubled three times, it is hidden_size
     "clvp_encoder": {"num_attention_heads": 2},  # a head is rotated in 32 of its numbers or more
@@ -69,19 +72,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},  # no default
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2},  # no defaults
     "ernie4_5_vl_moe_text": {"rope_parameters": {"mrope_section": [3, 3, 2]}},  # height and width alternate
-    "grounding-dino": GROUNDING,
-    "mm-grounding-dino": GROUNDING,
     "llama4_vision_model": {"intermediate_size": 256},  # four pixels' widths
     "mobilevit": {"initializer_range": 0.2},  # smaller, the states vanish on their way through so many convolutions
     "mobilevitv2": {"image_size": 64, "initializer_range": 0.2},
-    "musicgen_decoder": {"decoder_start_token_id": 1},
-    "musicgen_melody_decoder": {"decoder_start_token_id": 1},
-    "sam_vision_model": SAM,
-    "sam_hq_vision_model": SAM,
     "sam2_vision_model": SAM2,
     "sam2_prompt_encoder": {"patch_size": 16},
-    "sam2_video": {"prompt_encoder_config": {"patch_size": 16}},
-    "edgetam_video": {"prompt_encoder_config": {"patch_size": 16}},
     "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     # With the text encoder, whose contrastive loss compares as many queries as there are texts and contexts.
     "oneformer": {"is_training": True, "text_encoder_n_ctx": 4, "task_seq_len": 12, "text_encoder_context_length": 12},
@@ -107,39 +102,26 @@ FIELDS: dict[str, dict[str, Any]] = {
         **{"conv_kernel_sizes": [1]},
     },
     "shieldgemma2": {"yes_token_index": 20, "no_token_index": 21},  # no fields, but read
-    "neucodec": {"quantization_dim": 192, "initializer_range": 0.2},  # of both encoders
-    "xcodec2": {"quantization_dim": 192, "initializer_range": 0.2},
     "pp_ocrv5_mobile_det": {"layer_list_out_channels": [12, 18, 42, 360], "neck_out_channels": 96},
     "pp_ocrv6_small_det": {
         **{"layer_list_out_channels": [16, 16, 32, 64], "neck_out_channels": 96, "backbone_config": HALVING},
     },
-    # Smaller, every letter is as likely as the next, and the mean square of probabilities has no gradient there.
-    "pp_ocrv5_mobile_rec": {"initializer_range": 0.2},
-    "pp_ocrv5_server_rec": {"initializer_range": 0.2},
     "tipsv2_dpt": {"backbone_config": FROM_4_LAYERS},
     "pp_lcnet_v4": PP_LCNET,
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # two that share
     "fastspeech2_conformer_hifigan": {"model_in_dim": 64},  # of the spectrogram
-    "qwen2_5_omni_thinker": THINKER,
-    "qwen3_omni_moe_thinker": THINKER,
     "levit": {"image_size": 64, "patch_size": 16},  # a stem of four strided convolutions
     "mamba2": MAMBA,  # heads times their width is twice the model's width
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "reformer": {"axial_pos_shape": [3, 4], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
     "xmod": {"default_language": "en_XX"},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "vitmatte": {"fusion_hidden_sizes": [64, 32, 16, 8]},
-    "blip-2": {"image_token_index": 5},
-    "instructblip": {"image_token_index": 5},
     "instructblipvideo": {"video_token_index": 5},
     "voxtral": {"audio_token_id": 5},
     "lilt": {"hidden_size": 96},  # six numbers of a box share it
     "seggpt": {"num_hidden_layers": 4, "merge_index": 0, "intermediate_hidden_state_indices": [1, 2, 3, 3]},
     "autoformer": {**HISTORY, "label_length": 4},
-    "informer": HISTORY,
-    "time_series_transformer": HISTORY,
     "aria": {"projector_patch_to_query_dict": {16: 8}},
     "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2},
     "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGAA": 6}},
