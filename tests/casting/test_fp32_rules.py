@@ -153,7 +153,8 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(getattr(norm_layers, name), 8) for name in norm_layers.NORMS},
 }
 FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
-    **{m: partial(lambda m: orthogonal(nn.Linear(8, 8), orthogonal_map=m), m) for m in ("matrix_exp", "cayley")},
+    "matrix_exp": lambda: orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp"),
+    "cayley": lambda: orthogonal(nn.Linear(8, 8), orthogonal_map="cayley"),
     "householder": lambda: orthogonal(nn.Linear(8, 8), orthogonal_map="householder"),
     "code": lambda: MatrixFunction(8, 8, bias=False),
 }
@@ -180,6 +181,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
         {"1.parametrizations.weight.0": "computes "},
     ),
     "weight norm": (between(lambda: parametrizations.weight_norm(nn.Conv1d(8, 8, 3, padding=1))), (), {}),
+    "spectral norm": (  # whose power iteration is a norm
+        between(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))),
+        (),
+        {"1.parametrizations.weight.0": "norm (_SpectralNorm)"},
+    ),
     "listed class": (between(HieraPatchEmbeddings), (), {}),
     "called with the dtype of a norm": (CalledInTheDtypeOfANorm, (), {"blocks.0.0": "norm (LayerNorm)"}),
     **{

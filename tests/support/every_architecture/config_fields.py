@@ -55,14 +55,16 @@ FIELDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("sam_vision_model", "sam_hq_vision_model"), SAM),
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), THINKER),
     **dict.fromkeys(("informer", "time_series_transformer"), HISTORY),
-    **dict.fromkeys(("vit", "deit"), {"encoder_stride": 8}),  # a masked patch is drawn again in its size
-    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), {"decoder_start_token_id": 1}),
-    **dict.fromkeys(("sam2_video", "edgetam_video"), {"prompt_encoder_config": {"patch_size": 16}}),
-    **dict.fromkeys(("neucodec", "xcodec2"), {"quantization_dim": 192, "initializer_range": 0.2}),  # of both encoders
-    **dict.fromkeys(("blip-2", "instructblip"), {"image_token_index": 5}),
-    **dict.fromkeys(("gemma3n_text", "gemma4_unified_text"), {"num_kv_shared_layers": 0}),
+    **{kind: {"encoder_stride": 8} for kind in ("vit", "deit")},  # a masked patch is drawn again in its size
+    **{kind: {"decoder_start_token_id": 1} for kind in ("musicgen_decoder", "musicgen_melody_decoder")},
+    **{kind: {"prompt_encoder_config": {"patch_size": 16}} for kind in ("sam2_video", "edgetam_video")},
+    **{
+        kind: {"quantization_dim": 192, "initializer_range": 0.2} for kind in ("neucodec", "xcodec2")
+    },  # of both encoders
+    **{kind: {"image_token_index": 5} for kind in ("blip-2", "instructblip")},
+    **{kind: {"num_kv_shared_layers": 0} for kind in ("gemma3n_text", "gemma4_unified_text")},
     # Smaller, every letter is as likely as the next, and the mean square of probabilities has no gradient there.
-    **dict.fromkeys(("pp_ocrv5_mobile_rec", "pp_ocrv5_server_rec"), {"initializer_range": 0.2}),
+    **{kind: {"initializer_range": 0.2} for kind in ("pp_ocrv5_mobile_rec", "pp_ocrv5_server_rec")},
     "deformable_detr": PYRAMID,
     "align": {"projection_dim": 40},  # the width at which its image model ends
     "clap_audio_model": {"patch_embeds_hidden_size": 8},  # doubled three times, it is hidden_size
