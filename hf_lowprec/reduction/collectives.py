@@ -35,23 +35,26 @@ def explain_lost_rank(group: dist.ProcessGroup, purpose: str = "averaging gradie
         ) from error
 
 
-def gather_objects(value: Any, purpose: str = "comparing settings and weights") -> list[Any]:
+def gather_objects(
+    value: Any, purpose: str = "comparing settings and weights", group: dist.ProcessGroup | None = None
+) -> list[Any]:
     """Gather `value` from every rank, in rank order. Every rank must call it. Without ranks, returns `[value]`.
 
     Args:
         value: an object that pickles.
         purpose: the purpose, for the error message.
+        group: all ranks by default.
 
     Raises:
         RuntimeError: a rank was lost.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     assert group is not None
     values: list[Any] = [None] * group.size()
     with explain_lost_rank(group, purpose):
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -70,17 +73,9 @@ def gather_if_different(value: Any, group: dist.ProcessGroup | None = None) -> l
     Raises:
         RuntimeError: a rank was lost.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
     digest = hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
-    digests: list[Any] = [None] * group.size()
-    with explain_lost_rank(group, "comparing settings and weights"):
-        dist.all_gather_object(digests, digest, group=group)
-        if all(other == digest for other in digests):
-            return None
-        values: list[Any] = [None] * group.size()
-        dist.all_gather_object(values, value, group=group)
-    return values
+    digests = gather_objects(digest, group=group)
+    return None if len(set(digests)) == 1 else gather_objects(value, group=group)
 
 
 def all_gather(output: Tensor, shard: Tensor, **options: Any) -> Any:
