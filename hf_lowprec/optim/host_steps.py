@@ -118,8 +118,7 @@ class HostSteps:
     """The thread that steps buckets on the host, and their staging memory, of one optimizer."""
 
     def __init__(self) -> None:
-        self._slots = [Slot() for _ in range(SLOTS)]
-        self._next_slot = itertools.cycle(self._slots)
+        self._slots = itertools.cycle([Slot() for _ in range(SLOTS)])
         self._copies: dict[torch.device, DeviceCopies] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._running: list[Future[Any]] = []
@@ -132,7 +131,7 @@ class HostSteps:
 
     def next_slot(self) -> Slot:
         """The slot of the next bucket."""
-        return next(self._next_slot)
+        return next(self._slots)
 
     def submit(
         self, copies: DeviceCopies, slot: Slot, to_fetch: Iterable[Pair], work: Callable[[], Iterable[Pair]]

@@ -28,7 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_lowprec.optim.gradients.buckets import GradientBucket, bucket_key
 from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.optim.private_torch_apis import never_compiled
-from hf_lowprec.optim.sharding import local_shard, place_gradients
+from hf_lowprec.optim.sharding import place_gradients
+from hf_lowprec.optim.step.clipping import write_counts
 from hf_lowprec.optim.validation import check_not_capturing
 
 _collectors: Any = WeakIdKeyDictionary()
@@ -322,8 +323,5 @@ def _remove_hooks(handles: dict[Tensor, Any]) -> None:
 
 
 def gradient_version(grad: Tensor | None) -> Any:
-    """A gradient and the count of writes to it; None if there is none, or if torch does not count them."""
-    try:
-        return None if grad is None else (id(grad), grad._version, local_shard(grad)._version)
-    except RuntimeError:  # made in inference mode
-        return None
+    """Which gradient it is, and the count of writes to it; None if there is none."""
+    return None if grad is None else (id(grad), write_counts([grad]))

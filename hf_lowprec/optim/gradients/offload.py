@@ -50,7 +50,8 @@ class OffloadedGradients(GradientCollector):
             self._take_rest()
             self._check_kept()
             if self._kept is not None and self._copied != (version := self._versions[self._kept]):
-                self._copy("kept", [self._kept], begin=True)  # its gradient stays, and is looked at again in `step()`
+                self._sums.pop(self._kept, None)
+                self._copy("kept", [self._kept])  # its gradient stays, and is looked at again in `step()`
                 self._copied = version
             self._optimizer.finish_host_steps()
 
@@ -133,12 +134,12 @@ class OffloadedGradients(GradientCollector):
         self._taken.update(params)
 
     @without_grad
-    def _copy(self, key: Any, params: Sequence[Tensor], begin: bool = False) -> None:
-        """Copy the gradients of `params` to the host; `begin` new sums, or add them to those that are there."""
-        for param in params:
-            if param.grad is not None:
-                validation.check_gradient(param.grad)
-        grads = [local_shard(param.grad) for param in params if param.grad is not None]
+    def _copy(self, key: Any, params: Sequence[Tensor]) -> None:
+        """Copy the gradients of `params` to the host, and add them to the sums that are there."""
+        whole = [param.grad for param in params if param.grad is not None]
+        for grad in whole:
+            validation.check_gradient(grad)
+        grads = [*map(local_shard, whole)]
         sums = [self._sum(param, grad) for param, grad in zip(params, grads, strict=True)]
         host_steps = self._optimizer.host_steps
         copies, slot = host_steps.copies(params[0].device), host_steps.next_slot()
@@ -146,7 +147,7 @@ class OffloadedGradients(GradientCollector):
 
         def add() -> tuple[()]:
             for (total, is_first), grad in zip(sums, staged, strict=True):
-                total.copy_(grad) if is_first or begin else total.add_(grad)
+                total.copy_(grad) if is_first else total.add_(grad)
             return ()
 
         fetched = host_steps.submit(copies, slot, zip(staged, grads, strict=True), add)

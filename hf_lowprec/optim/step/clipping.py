@@ -292,7 +292,7 @@ class PendingClip:
     ) -> None:
         """Clip `grads`, whose norm is `norm`, to `max_norm` (None: do not), after what `earlier` does to them."""
         self._grads = list(map(weakref.ref, grads))
-        self._versions = _versions(grads)
+        self._versions = write_counts(grads)
         self.taken = False
         self.unverified = False
         self.limit = _smallest(max_norm, earlier)
@@ -316,7 +316,7 @@ class PendingClip:
         Raises:
             RuntimeError: they are clipped, and were written to or joined by others since.
         """
-        clipped, versions = [grad() for grad in self._grads], _versions(grads)
+        clipped, versions = [grad() for grad in self._grads], write_counts(grads)
         if len(clipped) == len(grads) and all(map(operator.is_, clipped, grads)) and versions == self._versions:
             return True
         version_of = {
@@ -362,7 +362,7 @@ def _smallest(max_norm: float | None, earlier: PendingClip | None) -> float | No
 _VERSION = operator.attrgetter("_version")
 
 
-def _versions(grads: Sequence[Tensor]) -> list[Any]:
+def write_counts(grads: Sequence[Tensor]) -> list[Any]:
     """The counts of writes to each gradient; FSDP2 adds to the local tensor, which has a count of its own."""
     try:
         if set(map(type, grads)) <= {Tensor}:
