@@ -137,8 +137,8 @@ def rounded_stochastically(
 def assert_step(optimizer: torch.optim.Optimizer, step: int, grads: list[Tensor]) -> set[str]:
     """Take a step and compare it; returns the states that were rounded stochastically.
 
-    In half ulps, FP32 arithmetic errs by at most 24 in an update, host scalars included, where terms are as large as
-    updates are somewhere; by two in its sum with the weight; and by 16 in a state.
+    In half ulps, FP32 arithmetic errs by at most 24 in an update and 16 in a state, host scalars included, of terms
+    that are as large as updates or states are somewhere; and by two in the sum of weight and update.
     """
     (group,) = optimizer.param_groups
     params, found = group["params"], set()
@@ -153,8 +153,12 @@ def assert_step(optimizer: torch.optim.Optimizer, step: int, grads: list[Tensor]
         state = {name: torch.zeros_like(value) for name, value in new.items()} | old
         exact.append(FORMULAS[type(optimizer).__name__](weight, grad.double() * factor, state, step, used))
     size = largest(*(new.nan_to_num() - old for (new, _), (old, *_) in zip(exact, before, strict=True)))
+    sizes = defaultdict(float)
+    for (_, states), (*_, stored_before) in zip(exact, before, strict=True):
+        for name, value in states.items():
+            sizes[name] = max(sizes[name], largest(value, stored_before.get(name, value)))
     stochastic_states = group["state_rounding"] == "stochastic"
-    for param, (weight, low, old), (new_weight, new_low, new), (formula, states) in zip(
+    for param, (weight, low, _), (new_weight, new_low, new), (formula, states) in zip(
         params, before, after, exact, strict=True
     ):
         assert new.keys() >= states.keys()
@@ -165,7 +169,7 @@ def assert_step(optimizer: torch.optim.Optimizer, step: int, grads: list[Tensor]
         if "compensation" in optimizer.state[param]:
             rounded_stochastically(new_low, target - new_weight, BF16, stochastic_states, noise)
         for name, value in states.items():
-            noise = 16 * EPS * largest(value, old.get(name, value)) + 2.0**-40 * size  # and scalars in FP64
+            noise = 16 * EPS * sizes[name] + 2.0**-40 * size  # and scalars in FP64
             stochastic = stochastic_states and name not in NEVER_STOCHASTIC
             if rounded_stochastically(new[name], value, dtype_in(optimizer.state[param], name), stochastic, noise):
                 found.add(name)
