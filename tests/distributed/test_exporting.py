@@ -1,25 +1,61 @@
 """`save_pretrained` on several ranks, and `export_checkpoint` of what they saved, give `fp32_state_dict` exactly."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_lowprec
 from hf_lowprec.tools.inspection import inspect_checkpoints
+from tests.distributed.test_same_bits import prepare, train
 from tests.scripts.trainer_ranks import llama
-from tests.support.processes.ranks import run_ranks
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.gathered import gathered
+from tests.support.processes.ranks import on_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+def adapted_llama() -> torch.nn.Module:
+    import peft
+
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+
+
+def train_and_save(kind: str, format: str, folder: str, adapters: bool = False) -> None:
+    """Write FOLDER/live by `save_pretrained`, the checkpoint FOLDER/state, and `fp32.pt`, the whole FP32 state dict."""
+    allow_fsdp_on_cpu()
+    accelerator, model, optimizer = prepare(kind, "kahan", format, adapted_llama if adapters else llama)
+    train(accelerator, model, optimizer, range(3))
+    before = [param.detach().clone() for param in model.parameters()]
+    hf_lowprec.save_pretrained(model, optimizer, Path(folder, "live"), max_shard_size="50KB")
+    written = "adapter_config.json" if adapters else "model.safetensors.index.json"
+    if kind != "ddp" or accelerator.is_main_process:
+        assert Path(folder, "live", written).exists()  # complete on every rank
+    accelerator.save_state(str(Path(folder, "state")))
+    full = hf_lowprec.fp32_state_dict(accelerator.unwrap_model(model), optimizer)
+    full = {name: gathered(tensor) for name, tensor in full.items()}
+    if accelerator.is_main_process:
+        torch.save(full, Path(folder, "fp32.pt"))
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert param.dtype == was.dtype
+        assert torch.equal(*(tensor.to_local() if kind != "ddp" else tensor for tensor in (param, was)))
+    if kind != "ddp":
+        Path(folder, "a file").touch()
+        kind_of_error, said = (OSError, "") if dist.get_rank() == 0 else (RuntimeError, "rank 0 could not save")
+        with pytest.raises(kind_of_error, match=said):
+            hf_lowprec.save_pretrained(model, optimizer, Path(folder, "a file", "below"))
 
 
 # Three ranks hold uneven shards: 36 · 70 elements are no multiple of three rows.
 @pytest.mark.parametrize(
     ("kind", "ranks", "format"),
     [
-        ("fsdp2", 3, "sharded"),
+        ("fsdp2-checkpointing", 3, "sharded"),  # which adds a wrapper to names of parameters
         pytest.param("ddp", 2, "full", marks=pytest.mark.every_case),
         pytest.param("fsdp2", 2, "sharded", marks=pytest.mark.every_case),
         pytest.param("fsdp2", 2, "full", marks=pytest.mark.every_case),
@@ -28,7 +64,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 )
 def test_an_accelerate_loop(tmp_path, kind, ranks, format):
     """`inspect` reads the state as well, and finds that all weights have moved and nothing is wrong."""
-    run_ranks("exported_on_ranks.py", ranks, kind, format, str(tmp_path))
+    on_ranks(train_and_save, ranks, kind, format, tmp_path)
     report = hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out", max_shard_size="50KB")
     llama().save_pretrained(tmp_path / "start")
     inspected = inspect_checkpoints(str(tmp_path / "start"), str(tmp_path / "state"))
@@ -51,7 +87,7 @@ def test_an_accelerate_loop(tmp_path, kind, ranks, format):
 @pytest.mark.parametrize("format", ["sharded", pytest.param("full", marks=pytest.mark.every_case)])
 def test_sharded_adapters(tmp_path, format):
     pytest.importorskip("peft")
-    run_ranks("exported_on_ranks.py", 2, "fsdp2", format, str(tmp_path), "adapters")
+    on_ranks(train_and_save, 2, "fsdp2", format, tmp_path, True)
     assert hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out").refined == 8
     expected = torch.load(tmp_path / "fp32.pt")
     for folder in ("live", "out"):

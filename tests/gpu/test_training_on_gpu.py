@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_lowprec
 from hf_lowprec.reduction import mean_in_rank_order, reduce_scatter_in_fp32, shard_fp32_parameters
-from tests.scripts.reduction_fsdp2 import BF16, Linear
+from tests.reduction.test_fsdp2 import BF16, Linear
 from tests.support.same_numbers import same_numbers
 from tests.support.training.liger_patches import liger_patches_undone
 from tests.support.training.tiny_trainer import arguments, losses

@@ -1,6 +1,6 @@
 """What is compared between ranks: settings, and the checksum of a tensor's bits, in Python's integers.
 
-Ranks that differ are in `tests/scripts/reduction_replicas.py` and `tests/distributed/test_rank_differences.py`.
+Ranks that differ are in `test_replicas.py` and `tests/distributed/test_rank_differences.py`.
 """
 
 from itertools import combinations
@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction import check_replicas, compare_ranks
 from hf_lowprec.reduction.compare_ranks import checksum, synchronized_parameters, to_plain_value
-from tests.support.processes.ranks import run_script
 
 PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
@@ -25,12 +24,6 @@ def filled(dtype: torch.dtype, count: int) -> torch.Tensor:
     size = torch.empty(0, dtype=dtype).element_size()
     random = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(0))
     return random.to(PATTERNS[size]).view(dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_one_bit_on_one_rank_is_named_on_all():
-    assert run_script("reduction_replicas.py").count("check_") == 9
 
 
 def test_without_ranks_there_is_nothing_to_compare():

@@ -87,9 +87,7 @@ def save_pretrained(
     _check_model(model)
     estimate = fp32_estimates(model, optimizer)
     warn_of_weights_as_stored(model, optimizer)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    stored = {name: named.get(name, tensor) for name, tensor in model.state_dict().items()}
-
+    stored = model.state_dict(keep_vars=True)  # the parameters themselves, by which the optimizer knows them
     infos = {name: TensorInfo(full_shape(t), saved_dtype(t.dtype, dtype)) for name, t in stored.items()}
 
     def read(name: str) -> Tensor:

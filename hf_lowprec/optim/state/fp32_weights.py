@@ -253,8 +253,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """
     estimate = fp32_estimates(model, optimizer)
     warn_of_weights_as_stored(model, optimizer)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {name: estimate(named.get(name, tensor)) for name, tensor in model.state_dict().items()}
+    # With the parameters themselves: wrappers, as those of activation checkpointing, are in their names elsewhere.
+    return {name: estimate(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:

@@ -1,8 +1,12 @@
-"""Run a script of `tests/scripts` on several ranks, real processes on gloo, and end a rank safely."""
+"""Run a function, or a script of `tests/scripts`, on several ranks: real processes on gloo. End a rank safely."""
 
+import json
 import os
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,6 +14,17 @@ from tests.support.processes import forkserver
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 """The programs that tests start."""
+
+
+def on_ranks(function: Callable[..., Any], ranks: int, *arguments: object, **environment: str) -> Any:
+    """Call a function of a module on a number of ranks, and return what it returns on rank 0.
+
+    Arguments and results are numbers, strings, lists and dicts; paths become strings. The test fails if a rank fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file, called = Path(folder, "result"), f"{function.__module__}:{function.__qualname__}"
+        run_script("forked_ranks.py", ranks, called, json.dumps(arguments, default=str), file, **environment)
+        return json.loads(file.read_text())
 
 
 def run_ranks(script: str, ranks: int, *arguments: str, fails: bool = False, **environment: str) -> str:

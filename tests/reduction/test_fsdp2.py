@@ -1,13 +1,10 @@
-"""Gradients under FSDP2 are the means of the definition: `fully_shard` itself, uneven shards, norms in FP32.
-
-reduction_fsdp2.py RANKS …
-"""
+"""Gradients under FSDP2 are the means of the definition: `fully_shard` itself, uneven shards, norms in FP32."""
 
 import math
-import sys
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
 from tests.support.chosen_cases import EVERY_CASE
-from tests.support.processes.worlds import run_worlds
+from tests.support.processes.ranks import on_ranks
 from tests.support.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -195,6 +192,7 @@ def check_beside_tensor_parallelism() -> None:
 
 
 def check() -> None:
+    dist.init_process_group("gloo")
     if EVERY_CASE:
         check_case("norms", Layers(BF16, FP32))
         check_case("norms, reduced in FP32", Layers(BF16, FP32), policy=WIDE)
@@ -212,9 +210,11 @@ def check() -> None:
         square("replicas, checkpointed", Layers(BF16, FP32, checkpointed=True))
         for replicas in [Layers(BF16, FP32), Layers(FP16, FP16)] if EVERY_CASE else []:
             square("replicas", replicas)
-    if dist.get_rank() == 0:
-        print(f"FSDP2 agrees on {dist.get_world_size()} ranks", flush=True)
 
 
-if __name__ == "__main__":
-    run_worlds(check, map(int, sys.argv[1:]))
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", (2, 3, 4) if EVERY_CASE else (3, 4))
+def test_sharded_gradients_are_means_in_rank_order(ranks: int) -> None:
+    """HSDP's is the mean over replicas of FP32 sums."""
+    on_ranks(check, ranks)

@@ -1,8 +1,6 @@
-"""`check_replicas` on four ranks: equal ones pass, and one bit elsewhere on one rank is named on all of them.
+"""`check_replicas` on four ranks: equal ones pass, and one bit elsewhere on one rank is named on all of them."""
 
-reduction_replicas.py
-"""
-
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -15,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.reduction import check_replicas
-from tests.support.processes.worlds import run_worlds
+from tests.support.processes.ranks import on_ranks
 
 RANKS = 4
 
@@ -177,13 +175,14 @@ def check_what_fsdp2_ignores() -> None:
     assert not difference(DistributedDataParallel(model))
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_one_bit_on_one_rank_is_named_on_all():
+    on_ranks(check, RANKS)
+
+
 def check() -> None:
-    for name, one in list(globals().items()):
+    dist.init_process_group("gloo")
+    for name, each in list(globals().items()):
         if name.startswith("check_") and name != "check_replicas":
-            one()
-            if dist.get_rank() == 0:
-                print(name, flush=True)
-
-
-if __name__ == "__main__":
-    run_worlds(check, [RANKS])
+            each()

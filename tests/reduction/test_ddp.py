@@ -1,22 +1,20 @@
-"""Gradients under DistributedDataParallel are the means of the definition, on every rank, whatever DDP's options.
-
-reduction_ddp.py RANKS …
-"""
+"""Gradients under DistributedDataParallel are the means of the definition, on every rank, whatever DDP's options."""
 
 import copy
 import pickle
-import sys
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction import BucketAverager, reduce_in_fp32
-from tests.scripts.reduction_buckets import check_buckets, check_scratch
-from tests.support.processes.worlds import run_worlds
+from tests.reduction.test_buckets import check_scratch
+from tests.support.chosen_cases import EVERY_CASE
+from tests.support.processes.ranks import on_ranks
 from tests.support.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -124,12 +122,8 @@ def check_case(name: str, dtypes: list[torch.dtype], unused: str = "", **options
 def check_hook_is_refused_twice() -> None:
     ddp = DistributedDataParallel(Linear([BF16]))
     reduce_in_fp32(ddp)
-    try:
+    with pytest.raises(RuntimeError, match="hook"):
         reduce_in_fp32(ddp)
-    except RuntimeError as error:
-        assert "hook" in str(error), error
-    else:
-        raise AssertionError("a second hook was taken")
 
 
 class Interruption(torch.autograd.Function):
@@ -170,10 +164,8 @@ def check_interrupted() -> None:
             for weight in model.parameters():
                 assert same_bits(weight.grad, mean(every)), (rank, turn)
         seen.clear()
-        try:
+        with pytest.raises(ValueError, match="interrupted"):
             ddp(as_tensor(every[rank]), True).backward()
-        except ValueError as error:
-            assert str(error) == "interrupted", error
         assert len(seen) == 1, seen
 
 
@@ -201,7 +193,7 @@ def check_copies() -> None:
 
 
 def check() -> None:
-    check_buckets()
+    dist.init_process_group("gloo")
     record_buckets()
     buckets = {name: check_case(name, dtypes, **options) for name, (dtypes, options) in CASES.items()}
     assert buckets["default"] == 1, buckets
@@ -210,9 +202,10 @@ def check() -> None:
     check_hook_is_refused_twice()
     check_interrupted()
     check_copies()
-    if dist.get_rank() == 0:
-        print(f"{len(CASES)} cases agree on {dist.get_world_size()} ranks", flush=True)
 
 
-if __name__ == "__main__":
-    run_worlds(check, map(int, sys.argv[1:]))
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", (1, 2, 3, 8) if EVERY_CASE else (3,))
+def test_gradients_are_means_in_rank_order(ranks: int) -> None:
+    on_ranks(check, ranks)

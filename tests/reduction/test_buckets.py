@@ -1,12 +1,15 @@
-"""`BucketAverager` by itself: chunks, groups, interrupted and overlapping passes; a part of `reduction_ddp.py`."""
+"""`BucketAverager` by itself: chunks, groups, interrupted and overlapping passes."""
 
 import time
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hf_lowprec.reduction import BucketAverager, ddp
+from tests.support.chosen_cases import EVERY_CASE
+from tests.support.processes.ranks import on_ranks
 from tests.support.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -135,7 +138,8 @@ def check_alignment() -> None:
     assert ranks == 1 or {200, 7 * 128} <= set(shards), shards
 
 
-def check_buckets() -> None:
+def check() -> None:
+    dist.init_process_group("gloo")
     check_chunks()
     check_alignment()
     check_on_last_bucket()
@@ -144,3 +148,10 @@ def check_buckets() -> None:
     if dist.get_world_size() > 1:
         check_group()
         check_overlap()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", (1, 2, 3, 8) if EVERY_CASE else (3,))
+def test_buckets_are_means_in_rank_order(ranks: int) -> None:
+    on_ranks(check, ranks)

@@ -1,13 +1,8 @@
-"""A Trainer on several ranks begins with the FP32 weights that an earlier training of its model has ended with.
+"""A Trainer on several ranks begins with the FP32 weights that an earlier training of its model has ended with."""
 
-second_trainer.py FIRST SECOND
-
-The arguments are optimizer names, of which the first may be "loop", for a loop of one's own. Every rank checks.
-"""
-
-import sys
 import tempfile
 
+import pytest
 import torch
 from accelerate import Accelerator
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
@@ -17,7 +12,7 @@ from hf_lowprec.reduction import check_replicas
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from hf_lowprec.rounding.nearest import spacing
 from tests.scripts.trainer_ranks import llama, text
-from tests.support.processes.ranks import leave
+from tests.support.processes.ranks import on_ranks
 from tests.support.training.fp32_weights_at_start import Beginning
 from tests.support.training.tiny_trainer import arguments, optimizer_of
 
@@ -84,21 +79,27 @@ class Interrupted(TrainerCallback):
 
 def check_after_an_exception(model: LlamaForCausalLM, optim: str) -> None:
     """Nothing is kept: to read the weights would be to wait for other ranks, which may be gone."""
-    try:
+    with pytest.raises(KeyboardInterrupt):
         train(model, optim, 1e-3, Interrupted())
-    except KeyboardInterrupt:
-        assert all(attached_low_bits(param) is None for param in model.parameters())
-    else:
-        raise AssertionError("the run was not interrupted")
+    assert all(attached_low_bits(param) is None for param in model.parameters())
 
 
-def main(first: str, second: str) -> None:
+def check(first: str, second: str) -> None:
+    """Train twice, by names of optimizers; the first may be "loop", for a loop of one's own."""
     for model in (llama(), llama().to(BF16)):  # with low bits, and from zero
         check_second(model, first, second)
     check_after_an_exception(llama(), second)
-    print("the second Trainer has begun where the first has ended", flush=True)
-    leave()
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("adamw_bf16_split", "adamw_bf16_split"),
+        pytest.param("adamw_bf16_split", "adamw_bf16_kahan", marks=pytest.mark.every_case),
+        pytest.param("loop", "adamw_bf16_split", marks=pytest.mark.every_case),
+    ],
+)
+def test_a_second_trainer_under_ddp_begins_where_the_first_training_has_ended(first, second):
+    on_ranks(check, 2, first, second)

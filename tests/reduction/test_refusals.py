@@ -1,9 +1,9 @@
-"""What FP32 sums under FSDP2 refuse and what they leave alone, on four ranks.
+"""What FP32 sums under FSDP2 refuse and what they leave alone, on four ranks."""
 
-reduction_refusals.py
-"""
+import re
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,21 +13,17 @@ from torch.distributed.tensor import DTensor
 from hf_lowprec.reduction import fsdp2, reduce_scatter_in_fp32, shard_fp32_parameters
 from hf_lowprec.reduction.collectives import ScratchBuffers
 from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
-from tests.scripts.reduction_fsdp2 import BF16, FP16, FP32, WIDE, Block, Linear, mean_of_replicas, replicated
-from tests.support.processes.worlds import run_worlds
+from tests.reduction.test_fsdp2 import BF16, FP16, FP32, WIDE, Block, Linear, mean_of_replicas, replicated
+from tests.support.processes.ranks import on_ranks
 from tests.support.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
 
 SHAPES = [(333, 3), (7,)]
 
 
 def refusal(kind: type[Exception], act, *parts: str) -> None:
-    """`act` raises it, with all of `parts` in the message."""
-    try:
+    """`act` raises it, with all of `parts` in the message, in this order."""
+    with pytest.raises(kind, match="(?s)" + ".*".join(map(re.escape, parts))):
         act()
-    except kind as error:
-        assert all(part in str(error) for part in parts), error
-    else:
-        raise AssertionError(f"no {kind.__name__}: {parts}")
 
 
 def sharded(dtype: torch.dtype, **options) -> Linear:
@@ -207,12 +203,13 @@ def check_sums_by_nccl() -> None:
 
 
 def check() -> None:
-    for name, one in list(globals().items()):
+    dist.init_process_group("gloo")
+    for name, each in list(globals().items()):
         if name.startswith("check_"):
-            one()
-            if dist.get_rank() == 0:
-                print(name, flush=True)
+            each()
 
 
-if __name__ == "__main__":
-    run_worlds(check, [4])
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_would_round_twice_is_refused() -> None:
+    on_ranks(check, 4)
