@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import itertools
-import os
 import re
 import sys
 from pathlib import Path
@@ -95,13 +94,6 @@ def unmet(needs: list[Requirement], pinned: dict[str, Version], env: dict[str, s
     ]
 
 
-def test_every_pattern_of_package_data_matches_a_file() -> None:
-    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]
-    assert {
-        package: [p for p in globs if not list((ROOT / package).glob(p))] for package, globs in patterns.items()
-    } == {"hf_lowprec": []}
-
-
 @pytest.mark.parametrize("env", ENVIRONMENTS, ids=lambda e: f"{e['sys_platform']}-{e['python_version']}")
 def test_every_direct_dependency_is_pinned_within_its_range(env: dict[str, str]) -> None:
     assert unmet(requirements(PROJECT), pins(CONSTRAINTS, env), env) == []
@@ -182,11 +174,6 @@ def test_the_version_is_one_version() -> None:
     assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
-def test_the_package_is_marked_as_typed() -> None:
-    assert (ROOT / "hf_lowprec" / "py.typed").is_file()
-    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["hf_lowprec"]
-
-
 def test_nobody_is_told_to_install_from_a_registry_before_there_is_a_release() -> None:
     """`pip install hf-lowprec` finds nothing yet; `'.[recipes]'` works in a clone.
 
@@ -198,7 +185,3 @@ def test_nobody_is_told_to_install_from_a_registry_before_there_is_a_release() -
     assert found == []
     assert command.search("pip install 'hf-lowprec[recipes]'")
     assert command.search("run pip install hf-lowprec")
-
-
-def test_ci_can_be_run() -> None:
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("scipy")
 
-from benchmarks.evidence import EXPERIMENTS, experiment, harness, page
+from benchmarks.evidence import harness, page
 from benchmarks.evidence.experiments import scale, steps
 from benchmarks.evidence.statistics import exceeds, growth, paired, verdict
 from benchmarks.evidence.training import text
@@ -103,11 +103,6 @@ def test_cases_are_run_again_only_for_their_checkpoints(record, tmp_path):
     assert {path.name for path in checkpoints.glob("*.json")} == {"sr.json", "sr-cooldown.json"}
 
 
-def test_cases_that_do_not_exist_are_named(record):
-    with pytest.raises(SystemExit, match="steps has no fp16; it has fp32, sr, split-int8, "):
-        record("a", "fp16")
-
-
 def test_patterns_choose_cases_and_those_they_are_compared_with():
     assert harness.chosen(["sr", "fp32", "fp32-cooldown", "split", "sr-cooldown"], ["s*-*"], steps.EXPERIMENT) == [
         "fp32",
@@ -119,12 +114,6 @@ def test_patterns_choose_cases_and_those_they_are_compared_with():
 def test_a_case_of_one_size_is_compared_with_fp32_of_that_size():
     names = scale.cases(scale.HOUR)
     assert harness.chosen(names, ["sr 56x3"], scale.EXPERIMENT) == ["fp32 56x3", "sr 56x3"]
-
-
-def test_an_experiment_that_needs_a_cpu_says_so(tmp_path):
-    with pytest.raises(SystemExit, match="--device cuda: steps runs on a CPU only"):
-        harness.run(steps.EXPERIMENT, "hour", output=tmp_path, device="cuda")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_record_of_another_device_is_left_alone(record, tmp_path):
@@ -211,15 +200,6 @@ def test_a_line_is_laid_through_sizes():
     for mode in settings.modes:
         del cases[f"{mode} 56x3"]
     assert "Not run yet: 0.1, 1.0 million." in scale.section({**part_of, "cases": cases}).text
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_size_without_settings_is_the_one_before(name):
-    found = experiment(name)
-    assert found.name == name and found.size("hour") == "hour"
-    for size in harness.SIZES:
-        taken = found.size(size)
-        assert taken in found.settings and (taken == size or size not in found.settings)
 
 
 def test_the_page_is_that_of_the_records():

@@ -38,13 +38,6 @@ def test_the_rehearsal_leaves_one_file(tmp_path, capsys, monkeypatch):
     assert status == 0, report
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path, capsys):
-    assert gpu_report.main(["--output", str(tmp_path)]) == 2
-    assert "no GPU" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.every_case
 @pytest.mark.slow
 def test_it_runs_what_runs_on_a_gpu():

@@ -51,23 +51,14 @@ def checkpoint(saved, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "flipped"), [("model.safetensors", b"{"), ("optimizer.pt", b"param_groups")])
-def test_damaged_files_are_named(saved, checkpoint, tmp_path, name, flipped):
-    content = (saved / name).read_bytes()
-    for damaged in (b"", content[: len(content) // 2], content.replace(flipped, flipped[:-1] + b"~")):
-        (checkpoint / name).write_bytes(damaged)
+def test_damaged_files_and_files_of_another_kind_are_named(saved, checkpoint, tmp_path, name, flipped):
+    content, *others = ((saved / file).read_bytes() for file in (name, "scheduler.pt", "config.json"))
+    for wrong in (b"", content[: len(content) // 2], content.replace(flipped, flipped[:-1] + b"~"), *others):
+        (checkpoint / name).write_bytes(wrong)
         for words in reading(checkpoint, saved, tmp_path / "out")[: READ_BY[name]]:
             result = run(*words)
             assert result.exit_code != 0 and name in result.output, (words, result.output)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", READ_BY)
-def test_files_of_another_kind_are_named(saved, checkpoint, tmp_path, name):
-    for other in ("scheduler.pt", "config.json"):
-        shutil.copyfile(saved / other, checkpoint / name)
-        for words in reading(checkpoint, saved, tmp_path / "out")[: READ_BY[name]]:
-            result = run(*words)
-            assert result.exit_code != 0 and name in result.output, (words, result.output)
 
 
 def test_an_index_does_not_reach_outside_of_its_folder(checkpoint, tmp_path):

@@ -89,8 +89,3 @@ def test_a_message_that_has_gone_is_found():
     tree = ast.parse('raise ValueError(f"the old {name} is no " "more")')
     assert pattern("the old … is no more").search(texts(tree)[0])
     assert not pattern("the new … is no more").search(texts(tree)[0])
-
-
-def test_every_message_of_a_library_is_on_the_page(of_libraries):
-    page = PAGE.read_text(encoding="utf-8")
-    assert all(message in page for message in of_libraries)

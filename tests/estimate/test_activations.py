@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_lowprec.casting import cast_model, return_float32
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
-from hf_lowprec.tools.estimate.activations import LiveMemory, estimate_activations
+from hf_lowprec.tools.estimate.activations import estimate_activations
 from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments
 
@@ -146,22 +146,3 @@ def test_routed_experts_in_fp32_are_counted_or_refused(tmp_path):
     else:
         found = measured(tmp_path, build("mixtral", "sdpa", "cpu"), "adamw_torch")
         assert expected.with_gradients == pytest.approx(found, rel=0.1)
-
-
-def test_memory_counts_once_and_until_it_is_released():
-    outside = torch.ones(1000)
-    with LiveMemory() as memory:
-        view = outside.view(10, 100)
-        assert memory.live == 0
-        double = view + view
-        part = double[0]
-        assert (memory.live, memory.peak) == (4000, 4000)
-        del double
-        assert memory.live == 4000
-        memory.count_as_gradient(part)
-        memory.count_as_gradient(part)
-        assert (memory.live, memory.gradients, memory.peak_with_gradients) == (0, 4000, 4000)
-        more = torch.empty(10, dtype=torch.int8)
-        assert (memory.live, memory.peak, memory.peak_with_gradients) == (10, 4000, 4010)
-        del part, more
-        assert (memory.live, memory.gradients) == (0, 0)

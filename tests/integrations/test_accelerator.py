@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
@@ -438,8 +439,6 @@ def test_a_trainers_accelerator_pickles(tmp_path):
 
 
 def test_modules_that_are_sharded_first_are_taken_out_of_every_call(monkeypatch):
-    import torch.distributed.fsdp as torch_fsdp
-
     calls = []
     monkeypatch.setattr(torch_fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
     first, second, third = (nn.Linear(2, 2) for _ in range(3))
@@ -476,16 +475,7 @@ def test_micro_batches_that_are_clipped_one_by_one_follow_accelerates_own_loop()
         torch.testing.assert_close(mine, other, rtol=0, atol=2 * 80 * 2**-24)
 
 
-def test_the_private_names_are_where_they_were():
-    import accelerate
-    import torch.distributed.fsdp as torch_fsdp
-
-    where = f"in accelerate {accelerate.__version__}; adapt hf_lowprec/integrations/accelerate/private_apis.py"
-    built = accelerator()
-    assert built.state._mixed_precision == "no", f"AcceleratorState._mixed_precision is gone {where}"
-    assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"
-    optimizer = built.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
-    assert private_apis.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
+def test_an_accelerate_that_shards_by_another_function_is_an_error():
     original, before = torch_fsdp.fully_shard, private_apis.before_fully_shard(lambda options: set())
     with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
         assert torch_fsdp.fully_shard is not original

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.optim import swa_utils
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
-from transformers import TrainerCallback
 
 import hf_lowprec
 from tests.support.models.tiny_models import gpt2
@@ -84,30 +83,6 @@ def test_the_averaged_model_is_an_fp32_model_like_one_that_was_never_cast(build)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     module = averaged.module
     assert (module.get_input_embeddings().weight is module.get_output_embeddings().weight) == tied
-
-
-def test_an_average_resumes_bit_for_bit_in_a_trainer(tmp_path):
-    class Average(TrainerCallback):
-        def __init__(self, path=None):
-            self.path, self.model = path, None
-
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            self.model = hf_lowprec.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-            if self.path is not None:
-                self.model.load_state_dict(torch.load(self.path, weights_only=True))
-
-        def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
-            self.model.update_parameters(model, optimizer)
-
-        def on_save(self, args, state, control, **kwargs):
-            torch.save(self.model.state_dict(), tmp_path / f"average-{state.global_step}.pt")
-
-    settings = {"optim": "adamw_bf16_kahan", "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole, halves = Average(), Average(tmp_path / "average-3.pt")
-    trained(tmp_path, callbacks=[whole], **settings)
-    trained(tmp_path, callbacks=[halves], resume=str(tmp_path / "checkpoint-3"), **settings)
-    for (name, ours), theirs in zip(halves.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs), name
 
 
 def test_buffers_are_averaged_or_copied():

@@ -1,41 +1,30 @@
 """The private names that the `private_apis.py` of both libraries rely on; each failure says what went away."""
 
 import dataclasses
-import inspect
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from packaging.version import Version
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
 )
 
-from hf_lowprec.casting.earlier_casts import runs_under_autocast
 from hf_lowprec.integrations.accelerate import private_apis as accelerate_apis
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.resume import read_trainer_state
 from hf_lowprec.integrations.transformers.optim_names import add_optimizer_names
 from hf_lowprec.oldest_versions import OLDEST
 from tests.support.processes.ranks import run_script
-from tests.support.training.tiny_trainer import llama, trained
+from tests.support.training.tiny_trainer import trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
-SHARDS_AT_LOAD = hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
 WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/transformers/private_apis.py"
 
 
@@ -55,20 +44,6 @@ def test_an_unknown_name_is_answered_with_the_closest_one(name, end):
     add_optimizer_names()  # once more, which changes nothing
     with pytest.raises(ValueError, match=rf"^{name} is not a valid OptimizerNames, please .*\]{end}$"):
         TrainingArguments(optim=name)
-
-
-METHODS = (
-    "RUN_EPOCH SAVE_CHECKPOINT LOAD_CHECKPOINT LOAD_OPTIMIZER LOAD_BEST SAVE_OPTIMIZER NORM_OVER_MESHES MOVE_MODEL"
-)
-
-
-@pytest.mark.parametrize("name", METHODS.split())
-def test_trainer_has_the_methods_that_are_wrapped(name):
-    """When they are called is tested with what replaces them."""
-    if name in ("SAVE_OPTIMIZER", "NORM_OVER_MESHES") and not SHARDS_AT_LOAD:
-        pytest.skip(f"transformers {transformers.__version__} does not shard models while loading them in this way")
-    method = getattr(private_apis, name)
-    assert hasattr(Trainer, method), f"Trainer.{method} is gone {WHERE}"
 
 
 def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
@@ -124,30 +99,6 @@ def test_a_subclass_of_the_trainers_state_is_read_as_such(tmp_path):
         plain = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert wide == WiderState(global_step=3, train_batch_size=8, tokens=7)
     assert plain == TrainerState(global_step=3, train_batch_size=8)  # without the field that it does not have
-
-
-@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="only newer ones mark models")
-def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
-    """DDP would not wrap it: `tests/distributed` shows it with ranks."""
-    model = torch.nn.Linear(2, 2)
-    accelerator = Accelerator(cpu=True)
-    with accelerate_apis.prepared_again_later(model):
-        accelerator.prepare_model(model, evaluation_mode=True)
-        assert getattr(model, accelerate_apis._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
-    assert not hasattr(model, accelerate_apis._PREPARED)
-    accelerator.prepare_model(model)
-    with accelerate_apis.prepared_again_later(model):
-        accelerator.prepare_model(model, evaluation_mode=True)
-    assert getattr(model, accelerate_apis._PREPARED), "what is prepared for training stays so"
-
-
-def test_autocast_of_an_accelerator_is_seen():
-    for precision in ("no", "bf16"):
-        model = Accelerator(cpu=True, mixed_precision=precision).prepare(torch.nn.Linear(2, 2))
-        assert runs_under_autocast(model) == (precision == "bf16"), (
-            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/casting/earlier_casts.py"
-        )
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
@@ -232,38 +183,3 @@ def test_versions_that_are_too_old_for_trainer_are_named_when_they_are_needed_an
     for error in errors[2:]:
         assert error.startswith(f"hf_lowprec.prepare_accelerator needs {needed[-1]} (")
         assert error.endswith("): pip install 'transformers>=5.5.4' 'accelerate>=1.11'")
-
-
-def test_models_are_saved_by_the_function_that_we_replace(tmp_path):
-    model = llama()
-    expected = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    with private_apis.computing_saved_tensors(lambda file: {name: tensor + 1 for name, tensor in file.items()}):
-        model.save_pretrained(tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(found[name], expected[name]) for name in found), f"save_pretrained writes otherwise {WHERE}"
-
-
-def test_the_saved_layout_is_that_of_files(tmp_path):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=8, num_hidden_layers=1, num_local_experts=2, **sizes))
-    model.save_pretrained(tmp_path)
-    expected = load_file(tmp_path / "model.safetensors")
-    found = private_apis.in_saved_layout(model, model.state_dict())
-    assert found.keys() == expected.keys() != model.state_dict().keys(), f"models are converted otherwise {WHERE}"
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_models_sharded_at_load_are_clipped_saved_and_averaged_where_we_look(two_fake_ranks):
-    """What replaces these is tested on ranks, in `tests/distributed/test_sharded_at_load.py`."""
-    if not SHARDS_AT_LOAD:
-        pytest.skip(f"transformers {transformers.__version__} does not shard models while loading them in this way")
-    assert hasattr(transformers.trainer, "has_mixed_dtensor"), f"Trainer splits groups by mesh otherwise {WHERE}"
-    averages = inspect.getsource(Trainer._sync_replicated_trainable_parameters)
-    assert accelerate_apis._AVERAGED in averages, f"Trainer marks averaged parameters otherwise {WHERE}"
-
-    style = transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES["replicated_with_grad_allreduce"]
-    model, mesh = torch.nn.Sequential(torch.nn.LayerNorm(4)), init_device_mesh("cpu", (2,))
-    own = model[0].forward
-    style.install_forward(model[0], mesh)
-    found = [*accelerate_apis.partial_gradients(model)]
-    assert found == [(model[0], mesh.get_group(), own)], f"gradients of head norms are summed otherwise {WHERE}"

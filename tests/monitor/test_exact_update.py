@@ -10,7 +10,7 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.monitor.step_precision import COLUMN
 from hf_lowprec.optim.state.states import value_in
-from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, encode, intended_bias
+from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.low_bits import fp64_value
 
 INT8, BF16 = torch.int8, torch.bfloat16
@@ -161,26 +161,3 @@ def test_moments_that_stay_far_below_their_neighbours_are_found(ratio, share):
     assert abs(numbers["lost_second_moment"] - share) < 5 * numbers["lost_second_moment_error"]
     found = [finding.message for finding in monitor.findings() if finding.code == "second_moment_frozen"]
     assert ["state_dtype=exp_avg:int8|exp_avg_sq:bfloat16" in message for message in found] == [True] * int(share)
-
-
-def test_spacing_and_bias_are_those_of_the_codes():
-    code = torch.arange(1, 256, dtype=torch.int32)
-    scale = torch.full_like(code, 120)
-    values = decode(code, scale, nonnegative=True).double()
-    distances = code_spacing(code, scale, nonnegative=True).double()
-    assert torch.equal(distances[1:], values.diff())
-    assert distances[0] == distances[1]
-    # All draws at nine places between a code and the one below, in blocks whose largest element keeps the scale.
-    largest = 2.0 ** (120 - 127) * 1.5
-    for number in (40, 70, 130, 200):
-        below, above = values[number - 2], values[number - 1]
-        exact = (below + (above - below) * torch.arange(1, 10) / 10).float()
-        block = torch.cat([exact, torch.zeros(BLOCK - 10), torch.tensor([largest])])
-        draws = torch.arange(1 << 16, dtype=torch.int32).repeat_interleave(BLOCK)
-        rounded = decode(*encode(block.repeat(1 << 16), draws, nonnegative=True), nonnegative=True)
-        rounded, exact = rounded.view(-1, BLOCK)[:, :9].double(), exact.double()
-        expected = intended_bias((above - exact) * (exact - below), exact)
-        error = ((rounded - exact).mean(0) - expected).abs()
-        # Draws have 16 bits. The draw from which on a number is rounded up is that of the skewed random number,
-        # which makes the bias c·d·|1-2f| larger or smaller, where c = 9/32 and d is a quarter or less.
-        assert (error < 2.0**-14 * (above - below) + 9 / 32 / 4 * expected).all()

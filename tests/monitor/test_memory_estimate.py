@@ -60,13 +60,6 @@ def test_what_stays_in_bf16_is_named():
     assert not any("_scale" in line for line in lines)
 
 
-def test_fp32_parameters_keep_fp32_states():
-    trained = nn.Linear(64, 64)
-    optimizer = hf_lowprec.AdamW(trained.parameters(), state_dtype=INT8)
-    assert expected_memory(trained, optimizer).state == {torch.float32: 2 * 4 * (64 * 64 + 64)}
-    assert not elements_kept_in_bf16(optimizer)
-
-
 @pytest.mark.parametrize(
     ("options", "states"),
     [

@@ -203,11 +203,6 @@ def test_folders(saved, tmp_path):
     assert "dtype='float16' is not supported" in refused(saved[1], tmp_path / "out", dtype="float16")
 
 
-def test_code_that_a_config_names_is_not_fetched(checkpoint, tmp_path):
-    rewritten("config.json", lambda config: config | {"_attn_implementation": "someone/kernel"})(checkpoint)
-    assert hf_lowprec.export_checkpoint(checkpoint, tmp_path / "out").tensors == 21
-
-
 def test_a_model_folder_replaces_what_the_checkpoint_lacks(checkpoint, tmp_path, saved):
     for name in ("config.json", "generation_config.json"):
         (checkpoint / name).unlink()

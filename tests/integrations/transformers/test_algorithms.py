@@ -68,8 +68,3 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(tmp_path):
         (False, 0.1, 0.9, (0.8, 0.9)),  # embeddings and head
         (False, 0.0, 0.9, (0.8, 0.9)),  # norms
     }
-
-
-def test_a_list_of_parameters_is_no_word(tmp_path):
-    with pytest.raises(ValueError, match="'matrices' is not an argument of optim_args for optim='muon_bf16_kahan'"):
-        trained(tmp_path, optim="muon_bf16_kahan", optim_args="matrices=all")

@@ -1,31 +1,24 @@
 """What is loaded from checkpoints: weights into the parameters that are there, states of other optimizers and modes."""
 
-import copy
 import logging
 import operator
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
-from hf_lowprec import AdamW, fp32_state_dict
+from hf_lowprec import fp32_state_dict
 from hf_lowprec.integrations.transformers.checkpoints.load import keep_low_bits_of_checkpoint, load_in_place
 from hf_lowprec.rounding import fp32_value
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.chosen_cases import nightly_except
-from tests.support.optim.optimizer_contents import assert_equal
 from tests.support.training.tiny_trainer import (
-    arguments,
     assert_same_weights,
-    counting_data,
     llama,
-    losses,
     optimizer_of,
     trained,
 )
@@ -60,31 +53,6 @@ def resume(source, tmp_path, optim: str, model=None, **settings):
     return trained(tmp_path, model=model, optim=optim, resume=str(checkpoint), **{**SAVING, **settings})
 
 
-def displacement(trainer) -> dict[str, torch.Tensor]:
-    """How far each weight is from its initial value, FP64, by the FP32 estimates of our optimizers."""
-    optimizer = optimizer_of(trainer)
-    ours = "rounding" in optimizer.param_groups[0]
-    weights = fp32_state_dict(trainer.model, optimizer) if ours else trainer.model.state_dict()
-    return {name: weights[name].double() - value.double() for name, value in llama().state_dict().items()}
-
-
-def distance(trainer, reference) -> float:
-    """Root mean square distance of the weights, in units of the reference's displacement."""
-    ours, theirs = (torch.cat([d.flatten() for d in displacement(one).values()]) for one in (trainer, reference))
-    return float((ours - theirs).norm() / theirs.norm())
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", pytest.param("adamw_torch_fused", marks=pytest.mark.every_case)])
-def test_a_checkpoint_of_torch_in_fp32_continues(runs, tmp_path, optim):
-    """As close to FP32 as a run of ours is from the beginning, since BF16 activations make most of the difference."""
-    source = runs(optim)
-    with pytest.warns(RuntimeWarning, match="the state of torch.optim.Adam or torch.optim.AdamW was converted"):
-        resumed = resume(source, tmp_path, "adamw_bf16_kahan")
-    whole = distance(runs("adamw_bf16_kahan"), source)
-    assert distance(resumed, source) < whole < 0.2
-    assert abs(losses(resumed)[-1] - losses(source)[-1]) < 0.005 * losses(source)[0]
-
-
 def test_the_low_digits_of_an_fp32_checkpoint_arrive(runs, tmp_path):
     """A run of no further steps returns the FP32 weights, to 2^-16 of each: half a spacing, rounded to BF16.
 
@@ -112,38 +80,6 @@ def test_the_low_digits_of_an_fp32_checkpoint_arrive(runs, tmp_path):
             assert not torch.equal(exact.bfloat16().float(), exact)  # there are digits to lose
 
 
-@pytest.mark.parametrize("mode", ["adamw_bf16_kahan", pytest.param("adamw_bf16_sr", marks=pytest.mark.every_case)])
-def test_a_bf16_checkpoint_of_torch_continues(runs, tmp_path, mode):
-    """The weights are BF16 there, so nothing is below them; training goes on, and resumes bit for bit."""
-    source = trained(tmp_path / "source", model=llama().bfloat16(), optim="adamw_torch", **SAVING)
-    resumed = resume(source, tmp_path, mode)
-    assert losses(resumed)[-1] < losses(source)[0]
-    again = trained(tmp_path, optim=mode, resume=str(tmp_path / "checkpoint-12"), max_steps=15, **SAVING)
-    whole = resume(source, tmp_path / "whole", mode, max_steps=15)
-    assert_same_weights(again, whole)
-
-
-@pytest.mark.parametrize(
-    ("optim", "then", "message"),
-    [
-        ("adafactor", "adamw_bf16_kahan", "without resume_from_checkpoint"),
-        ("sgd", "adamw_bf16_kahan", "without resume_from_checkpoint"),
-        ("adamw_bf16_kahan", "lion_bf16_kahan", "the state of AdamW cannot be loaded into Lion: resume with AdamW"),
-    ],
-)
-def test_a_checkpoint_of_another_algorithm_is_refused(runs, tmp_path, optim, then, message):
-    source = runs(optim)
-    with pytest.raises(ValueError, match=message):
-        resume(source, tmp_path, then)
-    for file in (saved := Path(source.args.output_dir) / "checkpoint-6").iterdir():
-        assert file.read_bytes() == (tmp_path / saved.name / file.name).read_bytes()
-
-
-def test_sgd_continues_in_sgd(runs, tmp_path):
-    source = runs("sgd")
-    assert distance(resume(source, tmp_path, "sgd_bf16_kahan"), source) < 0.2
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
 def test_other_optimizers_refuse_our_state(runs, tmp_path, optim):
     """They would ignore the compensation."""
@@ -166,36 +102,11 @@ def test_the_mode_changes_by_the_option_alone(runs, tmp_path, first, then):
     assert_same_weights(resumed, within)
 
 
-@pytest.mark.parametrize(
-    "after", [torch.int8, pytest.param(torch.float32, marks=pytest.mark.every_case), {"exp_avg": torch.int8}]
-)
-def test_the_dtype_of_states_changes_by_the_option_alone(runs, tmp_path, after):
-    """Before the first step, states are what an optimizer of its own makes of the checkpoint's file."""
-    source = runs("adamw_bf16_kahan", optim_args="state_dtype=bf16")
-    text = "exp_avg:int8" if isinstance(after, dict) else str(after).removeprefix("torch.")
-    settings = {"optim_args": f"state_dtype={text}", "callbacks": [(start := AtTheFirstStep())]}
+def test_the_dtype_of_states_changes_by_the_option_alone(runs, tmp_path):
+    """`tests/distributed/test_mode_change.py` compares the bits."""
     with pytest.warns(RuntimeWarning, match="saved states were converted to the state_dtype that this AdamW was given"):
-        resumed = resume(source, tmp_path, "adamw_bf16_kahan", **settings)
-    groups = optimizer_of(resumed).param_groups
-    assert [group["state_dtype"] for group in groups] == [after, after]
-    reference = AdamW([{"params": group["params"]} for group in groups], lr=1e-3, state_dtype=after)
-    with pytest.warns(RuntimeWarning, match="saved states were converted"):
-        reference.load_state_dict(torch.load(tmp_path / "checkpoint-6" / "optimizer.pt", weights_only=True))
-    assert_equal(start.states, list(reference.state.values()))
-    assert any("exp_avg_code" in state for state in start.states) or after == torch.float32
-    dtypes = [{name: value.dtype for name, value in state.items()} for state in start.states]
-    after_training = optimizer_of(resumed).state.values()
-    assert dtypes == [{name: value.dtype for name, value in state.items()} for state in after_training]
-
-
-class AtTheFirstStep(TrainerCallback):
-    """Copies the optimizer's states before the first step."""
-
-    def __init__(self) -> None:
-        self.states: list[dict] = []
-
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        self.states = copy.deepcopy([*optimizer.state.values()])
+        resumed = resume(runs("adamw_bf16_kahan"), tmp_path, "adamw_bf16_kahan", optim_args="state_dtype=int8")
+    assert {group["state_dtype"] for group in optimizer_of(resumed).param_groups} == {torch.int8}
 
 
 def test_a_schedule_survives_resuming_on_either_side(tmp_path):
@@ -220,16 +131,6 @@ def test_a_schedule_follows_another_number_of_steps(tmp_path, caplog):
     said = [line for line in caplog.text.splitlines() if "rounding=" in line]
     assert ["'stochastic' from step 7" in said[0], "'kahan' from step 13" in said[1]] == [True, True]
     assert {group["rounding"] for group in optimizer_of(resumed).param_groups} == {"kahan"}
-
-
-def test_options_that_a_checkpoint_replaces_are_said(runs, tmp_path):
-    changed = {"optim_args": "amsgrad=True,state_rounding=nearest", "weight_decay": 0.2, "learning_rate": 2e-3}
-    with pytest.warns(RuntimeWarning, match="replaces options of this AdamW") as caught:
-        resumed = resume(runs("adamw_bf16_kahan"), tmp_path, "adamw_bf16_kahan", **changed)
-    (said,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
-    assert "amsgrad=False (was True), state_rounding='stochastic' (was 'nearest'), weight_decay=0.0 (was 0.2); " in said
-    assert "lr=" not in said
-    assert optimizer_of(resumed).param_groups[0]["amsgrad"] is False
 
 
 SCHEDULES = ("linear", "cosine_with_restarts", "reduce_lr_on_plateau")
@@ -260,18 +161,6 @@ def test_a_checkpoint_of_another_engine_is_refused(runs, tmp_path, file, how):
 # Weights.
 
 
-def test_values_move_and_parameters_stay():
-    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
-    kept, untouched = model[0].weight, model[1].weight
-    with load_in_place(model):
-        model[0].weight = nn.Parameter(torch.full((2, 2), 3.0))
-        model[0].bias = resized = nn.Parameter(torch.ones(5))
-    assert model[0].weight is kept and model[1].weight is untouched
-    assert kept.dtype == torch.bfloat16 and kept.requires_grad
-    assert torch.equal(kept, torch.full((2, 2), 3.0, dtype=torch.bfloat16))
-    assert model[0].bias is resized, "another shape cannot move"
-
-
 @pytest.mark.parametrize("keeping", [False, True])
 def test_low_bits_are_kept_if_asked_for_and_if_there_are_any(keeping):
     dtypes = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
@@ -293,37 +182,3 @@ def test_weights_that_are_not_those_of_the_file_have_none(tmp_path):
     loaded = model["loaded"]
     assert torch.equal(fp32_value(loaded.detach(), attached_low_bits(loaded)), torch.full((3,), exact))
     assert attached_low_bits(model["changed"]) is None
-
-
-def norms(tensors: Any) -> dict[str, torch.Tensor]:
-    found = {name: tensor.detach().clone() for name, tensor in dict(tensors).items() if "norm" in name}
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
-    return found
-
-
-def pretrained() -> LlamaForCausalLM:
-    """Its norms are no longer ones."""
-    model = llama()
-    with torch.no_grad():
-        for k, (name, parameter) in enumerate(model.named_parameters()):
-            if "norm" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)), alpha=0.1)
-    return model
-
-
-def test_the_report_says_when_norms_arrive_rounded_and_what_it_advises_keeps_all_bits(tmp_path, capsys):
-    settings = {"optim": "adamw_bf16_kahan", "learning_rate": 2e-5, "max_steps": 3}
-    first = trained(tmp_path / "first", model=pretrained(), **settings)
-    assert "were loaded in" not in capsys.readouterr().out
-    first.save_model(str(tmp_path / "saved"))
-    learnt = norms(first.model.named_parameters())
-    for dtype, said in ((None, 1), (torch.float32, 0)):
-        options = {} if dtype is None else {"dtype": dtype}
-        model = LlamaForCausalLM.from_pretrained(tmp_path / "saved", **options)
-        trainer = Trainer(model, arguments(tmp_path / "again", **settings), train_dataset=counting_data())
-        kept = norms(model.named_parameters())
-        assert all(torch.equal(kept[name], learnt[name]) for name in learnt) == (not said)
-        trainer.train()
-        out = capsys.readouterr().out
-        assert out.count("were loaded in bfloat16") == said
-        assert out.count("from_pretrained(…, dtype=torch.float32)") == said

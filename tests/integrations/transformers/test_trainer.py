@@ -48,8 +48,13 @@ SETTINGS = {
     "bf16_by_habit": {"bf16": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
     "label_smoothing": {"label_smoothing_factor": 0.1},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "not_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "use_cache": {"use_cache": True},
+    "evaluated_first": {"eval_on_start": True},
 }
-SHORT = ("plain", "gradient_accumulation", "clipping", "bf16_by_habit", "evaluation")
+SHORT = ("plain", "gradient_accumulation", "clipping", "bf16_by_habit", "evaluation", "reentrant", "neftune")
 
 
 @pytest.mark.combinations(1)

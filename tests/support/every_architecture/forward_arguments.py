@@ -1,5 +1,7 @@
 """Every argument of a `forward` of transformers that may hold floating numbers, by name, and what it is.
 
+Those with "label", "target" or "mask" in their names are not listed: they are references and masks.
+
 `tests/casting/test_argument_roles.py` asks for each new one, and compares the list with what the package does.
 An argument that may be floating is annotated as a tensor, as a model's output, or not at all; many of those are
 integers or no tensors all the same.
@@ -46,33 +48,14 @@ NUMBERS = {
     "noise, which is ranked, or mixed with the data": "noise noise_sequence",
 }
 
-REFERENCES = """
-    labels class_labels energy_labels initial_token_labels itm_labels label_weights labels_mask mask_labels mim_labels
-    mlm_labels next_sentence_label obj_labels pitch_labels router_labels spectrogram_labels stop_labels
-    subsequent_token_labels target_embedding target_values
-    targets"""
-
-MASKS = """
-    aspect_ratio_mask attack_attention_mask attention_mask audio_attention_mask audio_input_ids_mask
-    audio_latents_mask audio_prompt_latents_mask bbox_first_token_mask bool_masked_pos context_mask
-    cross_attention_mask decoder_attention_mask encoder_attention_mask entity_attention_mask feature_attention_mask
-    full_text_row_masked_out_mask future_observed_mask global_attention_mask image_attention_mask
-    image_embeds_position_mask image_mask input_features_mask input_mask input_values_mask mask mask_feat
-    mask_query_head mask_time_indices memory_key_padding_mask memory_mask msa_batch_mask observed_mask p_mask
-    padding_mask padding_mask_videos past_observed_mask perm_mask pixel_attention_mask pixel_mask prompt_mask
-    prompt_masks protein_attention_mask self_attn_mask structure_batch_mask task_mask text_attention_mask
-    text_encoder_attention_mask text_mask text_self_attention_masks vision_attention_mask
-    vision_encoder_attention_mask visual_attention_mask visual_pos_masks"""
-
 NOT_FLOATING = {
     "tokens, indices, codes and classes": """
         input_ids attack_input_ids attack_input_pronunciation_ids attack_input_shape_ids attack_token_type_ids
-        audio_input_ids decoder_input_ids input_pronunciation_ids input_shape_ids labels_attention_mask
-        labels_input_ids labels_input_pronunciation_ids labels_input_shape_ids labels_token_type_ids ple_input_ids
+        audio_input_ids decoder_input_ids input_pronunciation_ids input_shape_ids ple_input_ids
         qformer_input_ids talker_input_ids task_inputs task_type_ids text_inputs token_type_ids aspect_ratio_ids
         audio_codes code codes moshi_audio_codes quantized_code residual_codes user_audio_codes cls_index dataset_index
         flip_pairs freq lang_id langs level_start_index patch_ids pooled_patches_idx sequence_id speaker_id spkr_id
-        static_categorical_features subsampled_output_points target_mask xpath_subs_seq xpath_tags_seq ans
+        static_categorical_features subsampled_output_points xpath_subs_seq xpath_tags_seq ans
         is_impossible start_positions end_positions image_token_pooling video_token_pooling""",
     "counts and sizes in integers": """
         aftercnn_lens audio_embed_sizes audio_feature_lengths chunk_sample_lengths feature_lens grid_thw height
