@@ -57,17 +57,21 @@ def test_casting_every_optimizer_and_fp32_sums_need_torch_alone():
     assert run(str(SCRIPT), *names).endswith("done\n")
 
 
-def test_the_command_line_says_what_it_needs():
-    code = "import sys; sys.modules['typer'] = None; from hf_lowprec.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr == "hf-lowprec: the command line needs typer: pip install typer rich packaging safetensors\n"
+NEEDS = {
+    "typer": ([], "hf-lowprec: the command line needs typer: pip install typer rich packaging safetensors\n"),
+    "transformers": (
+        ["doctor"],
+        "Error: doctor needs transformers: pip install 'transformers>=5.5.4' 'accelerate>=1.11'\n",
+    ),
+    "matplotlib": (["plot", "run"], "Error: plot needs matplotlib: pip install matplotlib\n"),
+}
 
 
-def test_a_command_says_what_it_needs():
-    code = "import sys; sys.modules['transformers'] = None; from hf_lowprec.__main__ import main; main()"
-    said = run_script("imported_anew.py", code, "doctor", fails=True)
-    assert said == "Error: doctor needs transformers: pip install 'transformers>=5.5.4' 'accelerate>=1.11'\n"
+@pytest.mark.parametrize("missing", NEEDS)
+def test_a_command_says_what_it_needs(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from hf_lowprec.__main__ import main; main()"
+    words, said = NEEDS[missing]
+    assert run_script("imported_anew.py", code, *words, fails=True) == said
 
 
 EXPLORED = """

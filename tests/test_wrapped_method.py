@@ -1,8 +1,6 @@
 """Wrapped methods of classes, functions and instances."""
 
-import gc
 import pickle
-import weakref
 
 import pytest
 
@@ -69,18 +67,6 @@ def test_other_instances_keep_their_method(instance):
     other = type(instance)()
     wrap_method(instance, "greet", louder)
     assert other.greet("you") == f"hello you{end(other)}"
-
-
-def test_the_instance_is_freed_with_its_last_reference():
-    instance = Base()
-    wrap_method(instance, "greet", louder)
-    reference = weakref.ref(instance)
-    gc.disable()
-    try:
-        del instance
-        assert reference() is None
-    finally:
-        gc.enable()
 
 
 def test_an_instance_that_nothing_else_refers_to():

@@ -41,11 +41,6 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert missing_files(text) == []
 
 
-def test_a_planted_file_is_found() -> None:
-    text = "`optim/algorithm_interface.py`, `rounding/gone.py`, kernel_spec.py"
-    assert missing_files(text) == ["rounding/gone.py"]
-
-
 def test_classes_that_the_architecture_page_names_exist() -> None:
     named = set(CLASS.findall((CONTRIBUTING / "architecture.md").read_text(encoding="utf-8"))) - {"Trainer"}
     assert named > {"KernelSpec", "StepPlan"}

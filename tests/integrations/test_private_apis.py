@@ -3,10 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
+from packaging.version import Version
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -99,6 +102,21 @@ def test_a_subclass_of_the_trainers_state_is_read_as_such(tmp_path):
         plain = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert wide == WiderState(global_step=3, train_batch_size=8, tokens=7)
     assert plain == TrainerState(global_step=3, train_batch_size=8)  # without the field that it does not have
+
+
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="only newer ones mark models")
+def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
+    """DDP would not wrap it: `tests/distributed` shows it with ranks."""
+    model = torch.nn.Linear(2, 2)
+    accelerator = Accelerator(cpu=True)
+    with accelerate_apis.prepared_again_later(model):
+        accelerator.prepare_model(model, evaluation_mode=True)
+        assert getattr(model, accelerate_apis._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
+    assert not hasattr(model, accelerate_apis._PREPARED)
+    accelerator.prepare_model(model)
+    with accelerate_apis.prepared_again_later(model):
+        accelerator.prepare_model(model, evaluation_mode=True)
+    assert getattr(model, accelerate_apis._PREPARED), "what is prepared for training stays so"
 
 
 def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
