@@ -7,11 +7,10 @@ import torch
 
 import hf_lowprec
 from hf_lowprec.integrations.deepspeed.config import BF16_FLAGS, check_config, set_bf16_flags
+from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
 from hf_lowprec.optim import Adafactor, Muon, Prodigy, ScheduleFreeAdamW, StableAdamW
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
 from tests.support.models import tiny_models
-
-pytest.importorskip("deepspeed")
 
 ZERO = [
     ({"stage": 0}, "stage=0", "set 1, 2 or 3"),
@@ -80,8 +79,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.combinations(1)
 def test_what_is_refused_leaves_the_model_as_it_was(case):
-    from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
-
     model, _ = tiny_models.llama()
     hf_lowprec.cast_model(model)
     make, message = REFUSED[case]

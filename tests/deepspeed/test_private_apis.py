@@ -2,13 +2,12 @@
 
 import ast
 import inspect
-import json
 
+import deepspeed
 import pytest
+import torch
 
-from tests.support.processes.ranks import run_script
-
-deepspeed = pytest.importorskip("deepspeed")
+from tests.support.processes.ranks import on_ranks
 
 WHERE = f"in deepspeed {deepspeed.__version__}; adapt hf_lowprec/integrations/deepspeed/private_apis.py"
 BOTH = {"averaged_gradients", "clip_grad", "dp_process_group", "reduce_scatter", "sequence_parallel_size"}
@@ -35,10 +34,26 @@ STATE_KEYS = {
 }
 
 
+def names() -> dict[str, list[str]]:
+    """What ZeRO optimizers of both stages around torch's AdamW have, their state dicts, and parameters under ZeRO 3."""
+    found = {}
+    for stage in (2, 3):
+        model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+        }
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[1]
+        found |= {f"zero {stage}": dir(zero), f"state dict {stage}": [*zero.state_dict()]}
+    return {**found, "parameter": dir(model.weight)}
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    """What optimizers of both stages, parameters and state dicts have."""
-    return json.loads(run_script("zero_names.py").splitlines()[-1])
+    return on_ranks(names, 1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

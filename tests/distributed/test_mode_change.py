@@ -3,7 +3,6 @@
 Saved in another `state_dtype`, the states are those that one process gets from the full checkpoint.
 """
 
-import re
 import warnings
 from types import SimpleNamespace
 
@@ -13,23 +12,19 @@ import torch
 import hf_lowprec
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from tests.scripts import trainer_ranks
-from tests.support.processes.ranks import run_ranks
+from tests.support.processes.ranks import Run, run_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-ARGUMENTS = ["--max_steps", "6", "--learning_rate", "1e-2", "--per_device_train_batch_size", "2", "--save_steps", "3"]
+def run(optim: str, folder, *words: str, **options) -> Run:
+    """Two ranks under FSDP2."""
+    return run_trainer(2, "fsdp2", folder, " ".join(["--max_steps 6 --save_steps 3 --optim", optim, *words]), **options)
 
 
-def run(optim: str, folder, *words: str, **options) -> str:
-    """The output of two ranks under FSDP2."""
-    arguments = ["--output_dir", str(folder), "--optim", optim, *ARGUMENTS, *words]
-    return run_ranks("trainer_ranks.py", 2, "fsdp2", *arguments, **options)
-
-
-def digest(*arguments, **options) -> str:
+def digest(*arguments, **options) -> str | None:
     """A digest of all weights and states at the end."""
-    return re.findall(r"^digest=(.*)$", run(*arguments, **options), re.MULTILINE)[0]
+    return run(*arguments, **options).digest
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -66,7 +61,7 @@ def test_the_mode_changes_by_the_option_alone(tmp_path, first, then, kind):
 def test_checkpoints_of_other_optimizers_are_refused_with_the_way_out(tmp_path, saver, loader, kind):
     run(saver, tmp_path, "--max_steps", "3", STATE_DICT_TYPE=kind)
     resume = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-3")]
-    said = run(loader, tmp_path / "resumed", *resume, STATE_DICT_TYPE=kind, fails=True)
+    said = run(loader, tmp_path / "resumed", *resume, STATE_DICT_TYPE=kind, fails=True).report
     assert "without resume_from_checkpoint" in said, said[-3000:]
 
 
@@ -100,8 +95,7 @@ def test_the_dtype_of_states_changes_by_the_option_alone(tmp_path, first, then):
         folder, options = tmp_path / kind, {"STATE_DICT_TYPE": kind, "HIDDEN_SIZE": "64"}
         saved = digest(optim, folder, "--optim_args", f"state_dtype={first}", "--max_steps", "3", **options)
         resume = ["--resume_from_checkpoint", str(folder / "checkpoint-3"), "--max_steps", "3"]
-        said = run(optim, tmp_path / "resumed", *resume, "--optim_args", f"state_dtype={then}", **options)
-        digests |= set(re.findall(r"^digest=(.*)$", said, re.MULTILINE))
+        digests.add(digest(optim, tmp_path / "resumed", *resume, "--optim_args", f"state_dtype={then}", **options))
         if kind == SHARDED:  # without the option, nothing is converted
             assert digest(optim, tmp_path / "resumed", *resume, **options) == saved
     assert digests == {digest_of_one_process(tmp_path / FULL / "checkpoint-3", optim, f"state_dtype={then}")}

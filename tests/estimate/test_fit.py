@@ -4,14 +4,20 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_lowprec
 from hf_lowprec.tools.cli.estimate import best
 from hf_lowprec.tools.estimate.activations import estimate_activations
 from hf_lowprec.tools.estimate.fit import OPTIONS, RESERVE, find_fit
 from hf_lowprec.tools.estimate.memory import low_precision_row
+from tests.scripts import trainer_ranks
 from tests.support.docs.pages import ROOT
-from tests.support.processes.ranks import run_ranks
+from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
+from tests.support.processes.ranks import on_ranks
 from tests.support.training.tiny_trainer import llama, trained
 
 OPTION = {option.title: option for option in OPTIONS}
@@ -62,12 +68,32 @@ def test_shards_of_gradients_are_summed_where_whole_ones_do_not_fit(monkeypatch)
     assert not fit(RESERVE, gpus=64, batch_size=1)[1].sync_each_batch
 
 
+def reduced_after(sync_each_batch: bool) -> list[bool]:
+    """After which micro-batches FSDP2 has reduced the gradients to shards."""
+    allow_fsdp_on_cpu()
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=sync_each_batch)
+    sharding = accelerator_arguments("fsdp2", auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, **sharding)
+    model = trainer_ranks.llama()
+    hf_lowprec.cast_model(model)
+    optimizer = hf_lowprec.AdamW(model.parameters())
+    hf_lowprec.prepare_accelerator(accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reduced = []
+    for row in trainer_ranks.text(3):
+        tokens = row["input_ids"][None]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            reduced.append(all(isinstance(param.grad, DTensor) for param in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return reduced
+
+
 @pytest.mark.distributed
 def test_fsdp2_keeps_shards_if_every_batch_is_reduced():
-    assert run_ranks("shards_of_gradients.py", 2).splitlines() == [
-        "sync_each_batch=False: shards after micro-batches [False, False, True]",
-        "sync_each_batch=True: shards after micro-batches [True, True, True]",
-    ]
+    assert on_ranks(reduced_after, 2, False) == [False, False, True]
+    assert on_ranks(reduced_after, 2, True) == [True, True, True]
 
 
 @pytest.mark.parametrize("title", ["split, 8-bit states, release", "stochastic"])

@@ -11,27 +11,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from hf_lowprec.optim import AdamW, sharding
 from hf_lowprec.rounding.attached_low_bits import attach_low_bits
-from tests.support.processes.ranks import run_ranks
 from tests.support.processes.shards import has_shard_of, shard
-from tests.support.triton_available import require_triton
 
 
 @pytest.fixture
 def ranks(two_fake_ranks):
     """A mesh of two ranks, of which only the first is there."""
     return init_device_mesh("cpu", (2,))
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("steps", ["native", "8 bits", pytest.param("triton", marks=pytest.mark.every_case)])
-def test_sharded_steps_are_the_steps_on_the_full_tensors(steps):
-    if steps == "triton":
-        require_triton()
-        if torch.cuda.is_available():
-            pytest.skip("gloo ranks hold CPU tensors; Triton's interpreter is for machines without a GPU")
-    count = 4 if steps == "triton" else 10
-    assert f"{count} shardings agree" in run_ranks("sharded_steps.py", 4, steps)
 
 
 def test_columns_are_stepped_as_in_the_full_tensor(ranks, backend):

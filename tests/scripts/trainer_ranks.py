@@ -34,7 +34,7 @@ import hf_lowprec
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
-from tests.scripts import sharded_at_load
+from tests.distributed import test_sharded_at_load as sharded_at_load
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
@@ -171,8 +171,8 @@ def main(kind: str, *words: str) -> None:
         found = digest(trainer.model, trainer.optimizer.optimizer)
     if trainer.accelerator.is_main_process:
         print(f"digest={found}")
-        print("losses=", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        print("norms=", [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+        for key in ("loss", "grad_norm"):
+            print(f"{key}={[entry[key] for entry in trainer.state.log_history if key in entry]}")
     leave()
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import Trainer
 
 import hf_lowprec
 from tests.support.models import tiny_models
-from tests.support.processes.ranks import run_ranks
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import on_ranks
 from tests.support.training.tiny_trainer import VOCABULARY, arguments, assert_follows, llama, trained
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -292,9 +293,31 @@ def test_only_models_in_a_loss_are_cast(tmp_path):
         assert tensor.dtype == (torch.float32 if exact else torch.bfloat16), name
 
 
+def check_outputs(kind: str) -> None:
+    allow_fsdp_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp2" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model, batch = tiny_models.bert()
+    hf_lowprec.cast_model(model)
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-3)
+    hf_lowprec.prepare_accelerator(accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        outputs = model(**batch)
+        assert outputs.logits.dtype == torch.float32
+        exact = cross_entropy(outputs.logits.double(), batch["labels"])
+        assert abs(outputs.loss.double() - exact) < 1e-6 * exact, (outputs.loss, exact)
+        assert outputs.loss != outputs.loss.bfloat16()
+        accelerator.backward(outputs.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        gathered = accelerator.gather_for_metrics(model(**batch).logits)
+    assert gathered.cpu().numpy().shape == (accelerator.num_processes * tiny_models.BATCH, tiny_models.CLASSES)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
 def test_on_two_ranks(kind):
-    printed = run_ranks("accelerate_outputs.py", 2, kind)
-    assert printed.count("FP32 outputs, a loss of FP32") == 2
+    on_ranks(check_outputs, 2, kind)

@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,6 +34,26 @@ def run_ranks(script: str, ranks: int, *arguments: str, fails: bool = False, **e
     Fails the test if a rank fails, or with `fails=True` if none does.
     """
     return run_script("forked_ranks.py", ranks, SCRIPTS / script, *arguments, fails=fails, **environment)
+
+
+class Run(NamedTuple):
+    """What `trainer_ranks.py` has printed: its report, a digest of weights and states, losses and gradient norms."""
+
+    report: str
+    digest: str | None
+    losses: list[float]
+    norms: list[float]
+
+
+def run_trainer(ranks: int, kind: str, folder: object, words: str, fails: bool = False, **environment: str) -> Run:
+    """Run the stock Trainer on a number of ranks; `words` are `TrainingArguments`, and `folder` its output_dir."""
+    always = "--learning_rate 1e-2 --per_device_train_batch_size 2"
+    with tempfile.TemporaryDirectory() as unused:
+        arguments = *always.split(), "--output_dir", str(folder or unused), *words.split()
+        report = run_ranks("trainer_ranks.py", ranks, kind, *arguments, fails=fails, **environment)
+    found = dict(re.findall(r"^(digest|loss|grad_norm)=(.*)$", report, re.MULTILINE))
+    losses, norms = (json.loads(found.get(key, "[]")) for key in ("loss", "grad_norm"))
+    return Run(report, found.get("digest"), losses, norms)
 
 
 def run_script(script: str, *arguments: object, fails: bool = False, **environment: str) -> str:

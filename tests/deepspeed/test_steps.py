@@ -1,14 +1,9 @@
-"""DeepSpeed ZeRO 1, 2 and 3: weights and states are those of one process with the same gradients, bit for bit.
-
-zero_steps.py RANKS
-"""
+"""DeepSpeed ZeRO 1, 2 and 3: weights and states are those of one process with the same gradients, bit for bit."""
 
 import functools
 import gc
 import itertools
-import os
 import random
-import sys
 import zlib
 from typing import Any
 
@@ -25,8 +20,7 @@ from hf_lowprec.optim.sharding import flat_part
 from tests.support.chosen_cases import EVERY_CASE, covering
 from tests.support.models import tiny_models
 from tests.support.optim.simulated_copies import simulate_device
-from tests.support.processes import deepspeed_on_cpu  # noqa: F401
-from tests.support.processes.worlds import run_worlds
+from tests.support.processes.ranks import on_ranks
 
 STEPS = 2
 RANKS = (2, 3, 4, 8)
@@ -263,24 +257,23 @@ def compare_parts(optimizer: Any, references: dict[Any, Any], state_dtype: torch
     return [mark.bool() for mark in marks]
 
 
-def main() -> None:
-    chosen = list(cases())
-
-    def check_all() -> None:
-        os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        for case in chosen:
-            if case["ranks"] == dist.get_world_size():
-                try:
-                    check(case)
-                except Exception:
-                    print(f"rank {dist.get_rank()}: {case}", flush=True)
-                    raise
-
+def check_all() -> None:
+    """Check the cases that are for this number of ranks."""
+    dist.init_process_group("gloo")
     gc.collect()
     gc.freeze()  # DeepSpeed and checks of the first step visit all objects
-    run_worlds(check_all, map(int, sys.argv[1:]))
-    print(f"{len(chosen)} cases agree", flush=True)
+    for case in cases():
+        if case["ranks"] == dist.get_world_size():
+            try:
+                check(case)
+            except Exception as error:
+                error.add_note(str(case))
+                raise
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", RANKS if EVERY_CASE else RANKS[:2])
+def test_weights_states_and_norms_are_those_of_one_process(ranks):
+    """Optimizers, roundings, states, models, param groups, frozen parameters, buckets, accumulation, clipping."""
+    on_ranks(check_all, ranks)

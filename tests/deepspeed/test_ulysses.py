@@ -1,12 +1,7 @@
-"""DeepSpeed's sequence parallelism (Ulysses): each of two ranks has one half of every sequence.
-
-zero_ulysses.py STAGE; prints the gradient norm of the halves and that of whole sequences in one process.
-"""
-
-import os
-import sys
+"""DeepSpeed's sequence parallelism (Ulysses): each of two ranks has one half of every sequence."""
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,10 +10,10 @@ from torch.nn.functional import cross_entropy
 import hf_lowprec
 from hf_lowprec.integrations.deepspeed.initialize import initialize_deepspeed
 from tests.support.models import tiny_models
-from tests.support.processes import deepspeed_on_cpu  # noqa: F401
-from tests.support.processes.ranks import leave
+from tests.support.processes.ranks import on_ranks
 
 HALVES, LENGTH = 2, 32
+BF16_HALF_ULP = 2**-9
 
 
 def model() -> nn.Module:
@@ -38,8 +33,8 @@ def loss_of(trained: nn.Module, tokens: Tensor, labels: Tensor, positions: Tenso
     return cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def main(stage: int) -> None:
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+def norms(stage: int) -> tuple[float, float]:
+    """The gradient norm of the halves, and that of whole sequences in one process."""
     deepspeed.init_distributed("gloo")
     rank, sequences = dist.get_rank(), dist.get_world_size() // HALVES
     whole, positions = model(), torch.arange(LENGTH)[None]
@@ -58,10 +53,15 @@ def main(stage: int) -> None:
     tokens, labels = (each[:, half] for each in sequence(rank // HALVES))
     engine.backward(loss_of(engine, tokens, labels, positions[:, half]) / HALVES)
     engine.step()
-    if rank == 0:
-        print(float(optimizer.grad_norm), float(expected), flush=True)
-    leave()
+    return float(optimizer.grad_norm), float(expected)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "stage"), [(4, 2), *(pytest.param(*case, marks=pytest.mark.every_case) for case in ((2, 2), (4, 3)))]
+)
+def test_the_norm_is_that_of_whole_sequences(ranks, stage):
+    """A rank's gradient is rounded to BF16, and so is the mean: twice half an ulp of each element, at most."""
+    found, expected = on_ranks(norms, ranks, stage)
+    assert found == pytest.approx(expected, rel=2 * BF16_HALF_ULP)

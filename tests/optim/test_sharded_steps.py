@@ -1,16 +1,14 @@
 """Four ranks on gloo: steps on shards of DTensors are the steps on the full tensors, bit for bit.
 
-torchrun --nproc-per-node 4 sharded_steps.py eager|native|triton|"8 bits"
-
 With states in 8 bits, all ranks refuse shards that cut blocks.
 """
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,8 +25,9 @@ from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_bits
 from tests.support.chosen_cases import EVERY_CASE, one_in_turn
 from tests.support.optim.backward_pass import give_gradients
-from tests.support.processes.ranks import leave
+from tests.support.processes.ranks import on_ranks
 from tests.support.processes.shards import has_shard_of, shard
+from tests.support.triton_available import require_triton
 
 CASES = {
     "rows": ("line", [(10, 6), (4, 3), (2, 5), (1,), (7,), (0, 3), (1, 6)], [Shard(0)]),
@@ -210,11 +209,9 @@ def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements) -> None:
 
 
 def refusal_of(call: Callable[[], None]) -> str:
-    try:
+    with pytest.raises(ValueError) as raised:
         call()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("states whose blocks are cut were created or converted")
+    return str(raised.value)
 
 
 def check_sums(monitors: list[hf_lowprec.PrecisionMonitor], *case: object) -> None:
@@ -296,7 +293,8 @@ MAKE_IN_8_BITS = [
 ]
 
 
-def main(backend: str) -> None:
+def check_all(backend: str) -> None:
+    """Check "eager", "native" or "triton", or states in "8 bits"."""
     dist.init_process_group("gloo")
     gradient_buckets.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
     whole_tensor_quantities.CHUNK = 32  # several parts of Muon's matrices, whose order must be the same on all ranks
@@ -316,10 +314,14 @@ def main(backend: str) -> None:
         check("matrices that are one batch", muon, meshes["line"], [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
     if backend != "8 bits":
         check_gradients_placed_otherwise(meshes["line"], backend)
-    if dist.get_rank() == 0:
-        print(f"{len(cases)} shardings agree", flush=True)
-    leave()
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("steps", ["native", "8 bits", pytest.param("triton", marks=pytest.mark.every_case)])
+def test_sharded_steps_are_the_steps_on_the_full_tensors(steps):
+    if steps == "triton":
+        require_triton()
+        if torch.cuda.is_available():
+            pytest.skip("gloo ranks hold CPU tensors; Triton's interpreter is for machines without a GPU")
+    on_ranks(check_all, 4, steps)
