@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hf_lowprec.monitor.memory_estimate import storage_tensors
+from hf_lowprec.monitor.byte_counts import storage_tensors
 
 SHAPES = ((512, 1024),) * 8
 

@@ -151,7 +151,7 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
             return value
         if type(value) in (tuple, list) or hasattr(value, "n_fields"):  # or one of torch.return_types
             return type(value)(items)
-        if isinstance(value, tuple):  # its constructor may take anything
+        if isinstance(value, tuple):  # a named tuple, whose constructor takes fields
             return tuple.__new__(type(value), items)
         (copied := copy.copy(value))[:] = items
         return copied
@@ -159,7 +159,7 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
         entries = {key: convert_floats(item, convert, f"{name}.{key}") for key, item in value.items()}
         if all(entries[key] is item for key, item in value.items()):
             return value
-        if is_dataclass(value):
+        if is_dataclass(value):  # a ModelOutput of transformers
             return type(value)(**entries)
         if type(value) in (dict, OrderedDict):
             return type(value)(entries)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, second_moment_sums, slope_sums, unbiased_variance
+from hf_lowprec.monitor.step_precision import COLUMN, SHARE_SUMS, second_moment_sums, share_sums, unbiased_variance
 from hf_lowprec.monitor.watched_parameters import ParameterSamples
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -53,16 +53,16 @@ class ExactUpdate(NamedTuple):
     """The exact change of the sampled elements by a step, all of shape (tensors, sample).
 
     Attributes:
-        weight: the weights before the step, FP32.
-        stored: what is stored of them before the step: FP64, the compensation or remainder included.
+        weight_before: the weights before the step, FP32.
+        stored_before: what is stored of them before the step: FP64, the compensation or remainder included.
         update: the exact change, FP64.
         second_moment: the second moments, if there are any of 16 or 8 bits.
         decay: the part of `update` that is due to weight decay, FP64, if it was asked for and there is one; and what
             would be stored after the step without weight decay, rounded by the same random bits.
     """
 
-    weight: Tensor
-    stored: Tensor
+    weight_before: Tensor
+    stored_before: Tensor
     update: Tensor
     second_moment: SecondMoment | None
     decay: tuple[Tensor, Tensor] | None
@@ -123,32 +123,27 @@ class FusedGroupUpdates:
             low_bits: their compensations or remainders.
         """
         exact, clear_padding = self.exact, self._samples.clear_padding
-        stored, element_weights = fp64_value(stored_weight, low_bits), self._samples.element_weights
-        if low_bits is None:
-            grid = spacing(exact.weight, stored_weight.dtype)
-        elif low_bits.is_floating_point():  # compensations
-            grid = spacing(low_bits, low_bits.dtype)
-        else:  # remainders
-            grid = spacing(exact.weight, torch.float32)
+        stored, elements_per_sample = fp64_value(stored_weight, low_bits), self._samples.elements_per_sample
+        grid = _spacing_of_stored(exact.weight_before, stored_weight.dtype, low_bits)
         is_random = MODES[self._spec.rounding].random or not self._stochastic.isdisjoint(LOW_BITS_STATES)
-        wide = exact.weight.double()
-        table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * element_weights
-        update, change = clear_padding(exact.update), stored - exact.stored
-        sums = {"update": slope_sums(update, change, grid if is_random else None, element_weights)}
+        wide = exact.weight_before.double()
+        table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * elements_per_sample
+        update, change = clear_padding(exact.update), stored - exact.stored_before
+        sums = {"update": share_sums(update, change, grid if is_random else None, elements_per_sample)}
         if exact.second_moment is not None:
             name, before, after, moment_grid = exact.second_moment
             now = self._gather(name)
             if name in self._spec.scales:
                 now = decode(now, self._gather(self._spec.scales[name]), nonnegative=True)
-            sums["second_moment"] = second_moment_sums(before, after, now.double(), moment_grid, element_weights)
+            sums["second_moment"] = second_moment_sums(before, after, now.double(), moment_grid, elements_per_sample)
         if exact.decay is not None:
-            # Seen on the scale of the decay, even rounding to nearest is random: it depends on the rest of the update.
+            # `grid` in every mode: for a change as small as the decay, where nearest rounding goes is up to the rest.
             decay, stored_without_decay = exact.decay
             change = clear_padding(stored - stored_without_decay)
-            sums["weight_decay"] = slope_sums(clear_padding(decay), change, grid, element_weights)
+            sums["weight_decay"] = share_sums(clear_padding(decay), change, grid, elements_per_sample)
         for prefix, columns in sums.items():
             first = COLUMN[f"{prefix}_square"]
-            table[:, first : first + len(SLOPE_SUMS)] = columns
+            table[:, first : first + len(SHARE_SUMS)] = columns
         del self.exact
 
     def _second_moment(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> SecondMoment | None:
@@ -222,3 +217,10 @@ class FusedGroupUpdates:
             index[row] = global_places(entry.param, index[row])
         device = self._fused_group.device
         return index.to(device, torch.int32), (index >> 32).to(device, torch.int32)
+
+
+def _spacing_of_stored(weight: Tensor, dtype: torch.dtype, low_bits: Tensor | None) -> Tensor:
+    """The spacing of what is stored: of weights in `dtype`, of compensations, or of FP32 weights with remainders."""
+    if low_bits is None:
+        return spacing(weight, dtype)
+    return spacing(low_bits, low_bits.dtype) if low_bits.is_floating_point() else spacing(weight, torch.float32)

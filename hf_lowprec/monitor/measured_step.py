@@ -62,20 +62,20 @@ class ParameterBlock:
 
     def finish_step(self) -> Tensor:
         """The sums of the step that was taken, FP64 of shape (parameters, len(SUMS)); then forget it."""
-        weights = self.samples.element_weights
-        table = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=weights.device)
+        per_sample = self.samples.elements_per_sample
+        table = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=per_sample.device)
         stored_weight, low_bits = self.samples.gather(self._weights, "weight"), self._low_bits()
         stored = fp64_value(stored_weight, low_bits)
         table[:, COLUMN["elements"]] = torch.tensor(self.samples.sizes, dtype=torch.float64, device=table.device)
         same = self.samples.clear_padding(stored == self._first_values(low_bits))
-        table[:, COLUMN["never_moved"]] = same.sum(1) * weights
+        table[:, COLUMN["never_moved"]] = same.sum(1) * per_sample
         if self._nonzero_grad is not None:
             table[:, COLUMN["has_gradient"]] = self._nonzero_grad
         if self._before is not None:
             before, has_gradient = self._before
-            table[:, COLUMN["stepped"]] = has_gradient.sum(1) * weights
-            table[:, COLUMN["changed"]] = (has_gradient & (stored != before)).sum(1) * weights
-            table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(stored, stored) * weights
+            table[:, COLUMN["stepped"]] = has_gradient.sum(1) * per_sample
+            table[:, COLUMN["changed"]] = (has_gradient & (stored != before)).sum(1) * per_sample
+            table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(stored, stored) * per_sample
         if self.updates is not None:
             self.updates.compare(table, stored_weight, low_bits)
         self._nonzero_grad = self._before = None

@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_lowprec.monitor.measured_step import MeasuredStep, ParameterBlock
 from hf_lowprec.monitor.rules import Finding, MeasuredRun, uncast_matrices
-from hf_lowprec.monitor.step_precision import COLUMN, SLOPE_SUMS, SUMS, StepPrecision
+from hf_lowprec.monitor.step_precision import COLUMN, SHARE_SUMS, SUMS, StepPrecision
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -31,7 +31,7 @@ DECAY_EVERY = 8
 REMEMBERED = 0.97
 """The factor by which earlier measurements of the weight decay lose weight; some thirty of them count."""
 
-_DECAY = slice(COLUMN["weight_decay_square"], COLUMN["weight_decay_square"] + len(SLOPE_SUMS))
+_DECAY = slice(COLUMN["weight_decay_square"], COLUMN["weight_decay_square"] + len(SHARE_SUMS))
 
 
 class PrecisionMonitor:
@@ -150,7 +150,7 @@ class PrecisionMonitor:
     def _watch_parameters(self) -> None:
         """Watch the parameters that the optimizer has now."""
         self._watched = WatchedParameters(self.optimizer, self.model)
-        self._decay = torch.zeros(len(self._watched.params), len(SLOPE_SUMS), dtype=torch.float64, device="cpu")
+        self._decay = torch.zeros(len(self._watched.params), len(SHARE_SUMS), dtype=torch.float64, device="cpu")
         self._decay_measured_at = -DECAY_EVERY
         self._fused_blocks: dict[Any, ParameterBlock] = {}
 

@@ -26,14 +26,14 @@ from torch import Tensor
 from hf_lowprec.once import cached_property
 from hf_lowprec.tensor_names import PARAMETER_KINDS
 
-SLOPE_SUMS = ("square", "product", "seen_variance", "unbiased_variance")
-"""The sums of `slope_sums`, in its order."""
+SHARE_SUMS = ("square", "product", "seen_variance", "unbiased_variance")
+"""The sums of `share_sums`, in its order."""
 SUMS = (
     *("elements", "never_moved", "has_gradient"),
     *("stepped", "changed", "weight_square"),
-    *(f"update_{name}" for name in SLOPE_SUMS),
-    *(f"second_moment_{name}" for name in SLOPE_SUMS),
-    *(f"weight_decay_{name}" for name in SLOPE_SUMS),
+    *(f"update_{name}" for name in SHARE_SUMS),
+    *(f"second_moment_{name}" for name in SHARE_SUMS),
+    *(f"weight_decay_{name}" for name in SHARE_SUMS),
 )
 """The columns of a table of sums, which has one row for each tensor.
 
@@ -41,38 +41,38 @@ SUMS = (
 - has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
 - stepped: elements with a gradient that were stepped by an unknown update; changed: those of them that changed;
 - weight_square: of the weights that were stepped;
-- update, second_moment, weight_decay: see `slope_sums`.
+- update, second_moment, weight_decay: see `share_sums`.
 """
 COLUMN = {name: k for k, name in enumerate(SUMS)}
 
 LOST_SHARES = {"lost_updates": "update", "lost_second_moment": "second_moment", "lost_weight_decay": "weight_decay"}
-"""The shares computed from slopes, with the prefix of their sums. Each has an error, named like it plus `_error`."""
+"""The shares that are lost, with the prefix of their sums. Each has an error, named like it plus `_error`."""
 
 
-def slope_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:
+def share_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, elements_per_sample: Tensor) -> Tensor:
     """The sums from which a lost share and its errors follow.
 
     Args:
         exact: the exact changes `u`, FP64 of shape (tensors, sample).
         stored: the stored changes `Δ`.
         grid: the spacing of what is stored; None if rounding is not random.
-        weights: how many elements each sampled one stands for, FP64 of shape (tensors).
+        elements_per_sample: how many elements each sampled one stands for, FP64 of shape (tensors).
 
     Returns:
-        FP64 of shape (tensors, 4), in the order of `SLOPE_SUMS`.
+        FP64 of shape (tensors, 4), in the order of `SHARE_SUMS`.
     """
     square = exact * exact
     variance = None if grid is None else square * unbiased_variance(exact, grid)
-    return _share_sums(square, exact * stored, variance, weights)
+    return _sums_of_shares(square, exact * stored, variance, elements_per_sample)
 
 
-def _share_sums(exact: Tensor, stored: Tensor, variance: Tensor | None, weights: Tensor) -> Tensor:
+def _sums_of_shares(exact: Tensor, stored: Tensor, variance: Tensor | None, elements_per_sample: Tensor) -> Tensor:
     """The sums of a share `Σ stored / Σ exact`, where unbiased rounding would give `stored` this variance."""
     sums = (
-        exact.sum(1) * weights,
-        stored.sum(1) * weights,
-        (stored - exact).square_().sum(1) * weights**2,
-        torch.zeros_like(weights) if variance is None else variance.sum(1) * weights**2,
+        exact.sum(1) * elements_per_sample,
+        stored.sum(1) * elements_per_sample,
+        (stored - exact).square_().sum(1) * elements_per_sample**2,
+        torch.zeros_like(elements_per_sample) if variance is None else variance.sum(1) * elements_per_sample**2,
     )
     return torch.stack(sums, dim=1)
 
@@ -84,15 +84,17 @@ def unbiased_variance(change: Tensor, grid: Tensor) -> Tensor:
     return grid * grid * (fraction * (1 - fraction))
 
 
-def second_moment_sums(before: Tensor, exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:
-    """`slope_sums` of the relative changes of second moments that decay, whose slope is the mean of `Δv/v` over `dv/v`.
+def second_moment_sums(
+    before: Tensor, exact: Tensor, stored: Tensor, grid: Tensor | None, elements_per_sample: Tensor
+) -> Tensor:
+    """`share_sums` of the relative changes of second moments that decay, whose slope is the mean of `Δv/v` over `dv/v`.
 
     Args:
         before: the second moments before the step, FP64 of shape (tensors, sample).
         exact: those that the algorithm computed.
         stored: those stored after the step.
         grid: their spacing; None if rounding is not random.
-        weights: as for `slope_sums`.
+        elements_per_sample: as for `share_sums`.
 
     Returns:
         FP64 of shape (tensors, 4). Every element counts the same, so `square` holds the sum of `dv/v` and `product`
@@ -102,7 +104,7 @@ def second_moment_sums(before: Tensor, exact: Tensor, stored: Tensor, grid: Tens
     scale = torch.where(decays, before, torch.inf).reciprocal()
     change = torch.where(decays, exact - before, 0.0)
     variance = None if grid is None else unbiased_variance(change, grid) * scale.square()
-    return _share_sums(change * scale, (stored - before) * scale, variance, weights)
+    return _sums_of_shares(change * scale, (stored - before) * scale, variance, elements_per_sample)
 
 
 def precision_values(sums: Tensor) -> list[dict[str, float]]:
@@ -117,7 +119,7 @@ def precision_values(sums: Tensor) -> list[dict[str, float]]:
     column = {name: sums[:, k] for name, k in COLUMN.items()}
     values: dict[str, Tensor] = {}  # NaN or infinite where a number does not apply
     for name, prefix in LOST_SHARES.items():
-        square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
+        square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SHARE_SUMS)
         values[name] = 1 - product / square
         values[f"{name}_error"] = torch.maximum(seen, unbiased).sqrt() / square.abs()
     known = torch.where(column["stepped"] > 0, math.nan, column["update_square"])

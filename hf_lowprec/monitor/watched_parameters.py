@@ -134,7 +134,7 @@ class ParameterSamples:
         return torch.arange(self._size, device=self._device) >= counts[:, None]
 
     @cached_property
-    def element_weights(self) -> Tensor:
+    def elements_per_sample(self) -> Tensor:
         """How many elements of its parameter each sampled one stands for; FP64 of shape (parameters)."""
         pairs = zip(self.sizes, self.counts, strict=True)
         return torch.tensor([n / max(k, 1) for n, k in pairs], dtype=torch.float64, device=self._device)

@@ -127,27 +127,27 @@ class BucketAverager:
             self.on_last_bucket()
         return future
 
-    def _chunk_size(self, gradient: Tensor) -> int:
+    def _chunk_size(self, bucket: Tensor) -> int:
         """Elements of a chunk: shards of a multiple of `SHARD_BYTES` for all ranks."""
         ranks = self.group.size()
-        return max(CHUNK_BYTES // (ranks * SHARD_BYTES), 1) * ranks * SHARD_BYTES // gradient.element_size()
+        return max(CHUNK_BYTES // (ranks * SHARD_BYTES), 1) * ranks * SHARD_BYTES // bucket.element_size()
 
-    def _shard_size(self, gradient: Tensor) -> int:
+    def _shard_size(self, chunk: Tensor) -> int:
         """Elements of each rank's shard of a chunk, padding included."""
-        ranks, count = self.group.size(), gradient.numel()
+        ranks, count = self.group.size(), chunk.numel()
         if count % ranks == 0:
             return count // ranks
-        unit = SHARD_BYTES // gradient.element_size()
+        unit = SHARD_BYTES // chunk.element_size()
         return -(-count // (ranks * unit)) * unit
 
-    def _enter_pipeline(self, gradient: Tensor, on_complete: Callable[[], None] | None) -> None:
+    def _enter_pipeline(self, chunk: Tensor, on_complete: Callable[[], None] | None) -> None:
         """Start a chunk and advance each of the two chunks before it by one step."""
         if len(self._in_flight) > 1:
             self._complete(self._in_flight.pop(0))
-        chunk = self._start_all_to_all(gradient, on_complete)
+        newest = self._start_all_to_all(chunk, on_complete)
         for earlier in self._in_flight:
             self._average_and_start_all_gather(earlier)
-        self._in_flight.append(chunk)
+        self._in_flight.append(newest)
         self._parity = 1 - self._parity
 
     def _drain_pipeline(self) -> None:
@@ -156,19 +156,19 @@ class BucketAverager:
         while self._in_flight:
             self._complete(self._in_flight.pop(0))
 
-    def _start_all_to_all(self, gradient: Tensor, on_complete: Callable[[], None] | None) -> _ChunkInFlight:
+    def _start_all_to_all(self, chunk: Tensor, on_complete: Callable[[], None] | None) -> _ChunkInFlight:
         """Send each rank its shard of a chunk."""
         ranks = self.group.size()
-        count, shard_size = gradient.numel(), self._shard_size(gradient)
-        padded = gradient
+        count, shard_size = chunk.numel(), self._shard_size(chunk)
+        padded = chunk
         if shard_size * ranks > count:
-            padded = self.scratch.get(f"padded {self._parity}", shard_size * ranks, gradient)
-            padded[:count] = gradient
+            padded = self.scratch.get(f"padded {self._parity}", shard_size * ranks, chunk)
+            padded[:count] = chunk
             padded[count:] = 0
-        received = self.scratch.get(f"received {self._parity}", shard_size * ranks, gradient)
+        received = self.scratch.get(f"received {self._parity}", shard_size * ranks, chunk)
         with explain_lost_rank(self.group):
             work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
-        return _ChunkInFlight(gradient, padded, received, cast(dist.Work, work), on_complete)
+        return _ChunkInFlight(chunk, padded, received, cast(dist.Work, work), on_complete)
 
     def _average_and_start_all_gather(self, chunk: _ChunkInFlight) -> None:
         """Average the shard that this rank received and send it to all ranks."""

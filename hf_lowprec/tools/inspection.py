@@ -277,12 +277,14 @@ def _findings(
     """
     narrow = {name: fact for name, fact in facts.items() if fact.dtype in LOW_PRECISION_DTYPES}
     mode = recommended_mode({fact.dtype for fact in facts.values()})
-    train = f'Train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}"), whose norms stay in FP32'
+    retrain = (
+        f'Train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}"), whose norms stay in FP32'
+    )
     trained = {name: weight for name, weight in checkpoint.trained.items() if name in facts}
     compared = {name: fact for name, fact in facts.items() if fact.moved is not None}
     moved = {n for n, fact in compared.items() if fact.moved or (n in trained and trained[n].is_pending)}
     if compared and not moved:
-        remedy = f"Check that the second one was saved after training. If it was, in 16 bits: {train}"
+        remedy = f"Check that the second one was saved after training. If it was, in 16 bits: {retrain}"
         return report("nothing_moved", compared, "both checkpoints have the same values in {names}", remedy)
 
     still = [name for name, fact in facts.items() if (fact.at_start if fact.moved is None else name not in moved)]
@@ -302,20 +304,20 @@ def _findings(
             (name for name in still if kinds[name] == "norms"),
             "{names} stayed where they were, although they, or the weights around them, were trained. In 16 bits, a "
             "norm at 1.0 does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16)",
-            train,
+            retrain,
         ),
         *report(
             "never_moved",
             (name for name in still if kinds[name] != "norms"),
             "{names} stayed where they were, although gradients arrived",
-            f"Check that nothing resets them. For 16-bit weights whose optimizer rounds to nearest: {train}",
+            f"Check that nothing resets them. For 16-bit weights whose optimizer rounds to nearest: {retrain}",
         ),
-        *(_lost_by_rate(narrow, trained, rate, train) or _lost_by_magnitude(narrow, train)),
+        *(_lost_by_rate(narrow, trained, rate, retrain) or _lost_by_magnitude(narrow, retrain)),
         *report(
             "weight_decay_lost",
             (name for name, fact in narrow.items() if name in trained and trained[name].loses_decay(fact.dtype, rate)),
             "the optimizer multiplies {names} by 1 - lr * weight_decay, and rounding to nearest gives the same again",
-            train,
+            retrain,
         ),
         *report(
             "second_moment_frozen",
@@ -341,17 +343,17 @@ def _all_norms(compared: Mapping[str, TensorFacts], moved: set[str], kinds: Mapp
 
 
 def _lost_by_rate(
-    narrow: Mapping[str, TensorFacts], trained: Mapping[str, Trained], rate: float, train: str
+    narrow: Mapping[str, TensorFacts], trained: Mapping[str, Trained], rate: float, remedy: str
 ) -> list[Finding]:
     """Weights rounded to nearest whose spacing is too large for the learning rate, about the size of Adam's updates."""
     names = [name for name, weight in trained.items() if name in narrow and weight.rounding == "nearest"]
     lost = sum(narrow[name].lost for name in names) / max(sum(narrow[name].shape.numel() for name in names), 1)
     shown = f"rounding to nearest loses updates of {rate:.2g} in {lost:.1%} of the weights of {{names}}"
-    return report("updates_lost", names if lost >= LOST else (), shown, train)
+    return report("updates_lost", names if lost >= LOST else (), shown, remedy)
 
 
-def _lost_by_magnitude(narrow: Mapping[str, TensorFacts], train: str) -> list[Finding]:
-    """16-bit weights that moved if they are small, and did not if they are four times as large.
+def _lost_by_magnitude(narrow: Mapping[str, TensorFacts], remedy: str) -> list[Finding]:
+    """16-bit weights of which nearly all moved if they are small, and nearly none if they are four times as large.
 
     The spacing of a number is proportional to it. Rounding to nearest loses every update that is smaller than half the
     spacing, so above some magnitude nothing moves. Stochastic rounding moves a weight of twice the spacing half as
@@ -360,7 +362,8 @@ def _lost_by_magnitude(narrow: Mapping[str, TensorFacts], train: str) -> list[Fi
     """
     names = [name for name, fact in narrow.items() if fact.moved]
     counts = sum((narrow[name].exponents for name in names), torch.zeros(2, EXPONENTS, dtype=torch.int64))
-    every, shares = counts.sum(0), counts[1] / counts.sum(0).clamp(min=1)
+    every, moved = counts.sum(0), counts[1]  # by exponent of the weight
+    shares = moved / every.clamp(min=1)
     sharp = (shares[:-2] > _NEARLY_ALL) & (shares[2:] < _NEARLY_NONE)
     sharp &= (every[:-2] >= _FEWEST_IN_BIN) & (every[2:] >= _FEWEST_IN_BIN)
     if not bool(sharp.any()):
@@ -368,8 +371,10 @@ def _lost_by_magnitude(narrow: Mapping[str, TensorFacts], train: str) -> list[Fi
     first = int(sharp.nonzero()[-1]) + 2
     share = float(every[first:].sum() / every.sum())
     limit = 2.0 ** (first - 127)
-    shown = f"in {{names}}, nearly all small weights moved and none of those above {limit:.2g}, {share:.1%} of all"
-    return report("updates_lost", names if share > _FEWEST_LOST else (), shown, train)
+    shown = (
+        f"in {{names}}, nearly all small weights moved and nearly none of those above {limit:.2g}, {share:.1%} of all"
+    )
+    return report("updates_lost", names if share > _FEWEST_LOST else (), shown, remedy)
 
 
 def _left_in_fp32(folder: Path, facts: Mapping[str, TensorFacts], kinds: Mapping[str, str]) -> list[str]:

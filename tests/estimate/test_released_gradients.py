@@ -8,7 +8,7 @@ import hf_lowprec
 from hf_lowprec.casting import return_float32
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
 from hf_lowprec.integrations.transformers.precision_report import precision_report
-from hf_lowprec.monitor.memory_estimate import expected_memory
+from hf_lowprec.monitor.byte_counts import expected_memory
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.tools.estimate.activations import estimate_activations
 from hf_lowprec.tools.estimate.memory import low_precision_row

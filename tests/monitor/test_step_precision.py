@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.monitor.step_precision import COLUMN, SUMS, precision_values, second_moment_sums, slope_sums
+from hf_lowprec.monitor.step_precision import COLUMN, SUMS, precision_values, second_moment_sums, share_sums
 from hf_lowprec.monitor.watched_parameters import ParameterSamples
 from hf_lowprec.rounding import round_stochastic
 from hf_lowprec.rounding.nearest import spacing
@@ -40,7 +40,7 @@ def test_the_error_bar_of_stochastic_rounding_covers_what_it_says(ulps):
     bits = torch.randint(0, 1 << 16, weight.shape, generator=generator, dtype=torch.int32)
     stored = round_stochastic(weight + update, bits).double() - weight.double()
     results = [
-        lost(slope_sums(exact[k : k + 1], stored[k : k + 1], spacing(weight[k : k + 1], torch.bfloat16), ONE))
+        lost(share_sums(exact[k : k + 1], stored[k : k + 1], spacing(weight[k : k + 1], torch.bfloat16), ONE))
         for k in range(400)
     ]
     scores = torch.tensor([share / error for share, error in results])
@@ -53,7 +53,7 @@ def test_the_error_bar_of_stochastic_rounding_covers_what_it_says(ulps):
 def test_elements_that_stand_for_many_make_the_error_no_smaller():
     update, noise = torch.rand(1, 100, dtype=torch.float64), torch.randn(1, 100, dtype=torch.float64)
     grid = torch.ones_like(update)
-    one, many = (lost(slope_sums(update, update + noise, grid, weights)) for weights in (ONE, 50 * ONE))
+    one, many = (lost(share_sums(update, update + noise, grid, weights)) for weights in (ONE, 50 * ONE))
     assert many == pytest.approx(one)
 
 
@@ -61,7 +61,7 @@ def test_a_sample_in_which_nothing_moves_is_no_proof_of_loss():
     """An expectation of 0.1 moves: that none is seen says nothing, and the error must say so."""
     weight = torch.ones(1, 100, dtype=torch.float64)
     update = torch.full_like(weight, 2.0**-7 / 1000)
-    share, error = lost(slope_sums(update, torch.zeros_like(update), spacing(weight, torch.bfloat16), ONE))
+    share, error = lost(share_sums(update, torch.zeros_like(update), spacing(weight, torch.bfloat16), ONE))
     assert share == 1
     assert error == pytest.approx(math.sqrt(1000 / 100), rel=0.01)  # √(spacing·Σ|u|³)/Σu²
 
@@ -109,7 +109,7 @@ def test_a_sample_visits_all_columns(rows):
 
 def test_weights_of_elements_add_up_to_the_tensor(tensors):
     samples = ParameterSamples(tensors, 64)
-    totals = samples.element_weights * _sampled(samples)
+    totals = samples.elements_per_sample * _sampled(samples)
     assert torch.equal(totals, torch.tensor([t.numel() for t in tensors], dtype=torch.float64))
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.monitor.memory_estimate import expected_memory
+from hf_lowprec.monitor.byte_counts import expected_memory
 from hf_lowprec.optim import AdamW, StableAdamW
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.optim.host_steps import SLOTS, OffloadedStep, Slot, staging_bytes

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from hf_lowprec.monitor.memory_estimate import MemoryUse
+from hf_lowprec.monitor.byte_counts import MemoryUse
 
 
 def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:

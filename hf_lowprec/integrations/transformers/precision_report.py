@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_quantized_weights
-from hf_lowprec.monitor.memory_estimate import (
+from hf_lowprec.monitor.byte_counts import (
     elements_kept_in_bf16,
     expected_gradients,
     expected_states,

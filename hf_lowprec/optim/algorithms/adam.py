@@ -78,7 +78,7 @@ class Adam(LowPrecisionOptimizer):
     def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values, amsgrad: bool, decoupled: bool) -> Step:
         """`u = -(a·m / (√v·b + ε) + d·w)`, with `a = lr/(1-β1ᵗ)`, `b = 1/√(1-β2ᵗ)`, `d = lr·wd`.
 
-        If the decay is not decoupled, the gradient is `g + wd·w` and the term `d·w` is omitted.
+        If the decay is not decoupled, `d = wd`, the gradient is `g + d·w`, and the term `d·w` is omitted.
         """
         if not decoupled:
             grad = grad + weight * scalars.decay

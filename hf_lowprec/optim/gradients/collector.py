@@ -171,7 +171,7 @@ class GradientCollector(Gradients, ABC):
         self._versions: dict[Tensor, Any] = {}  # of the gradients that are final, by parameter
         self._waiting: dict[Any, GradientBucket] = defaultdict(GradientBucket)  # "means" are those averaged by DDP
         self._taken: set[Tensor] = set()  # parameters whose gradients have been taken
-        self._kept: Tensor | None = None  # a parameter whose gradient stays until `step()`
+        self._sentinel: Tensor | None = None  # its gradient stays until `step()`, so that writes by others are noticed
 
     def begin_anew(self) -> None:
         """Begin a step, also if one had begun and was not ended."""
@@ -196,13 +196,13 @@ class GradientCollector(Gradients, ABC):
             if id(param) in self._averaged_later:
                 self._versions[param] = None
             else:
-                self._wait(param)
+                self._enqueue(param)
 
     @abstractmethod
     def _before_final(self, param: Tensor) -> None:
         """Called when autograd has computed a gradient of `param`. Raises RuntimeError if it cannot be taken."""
 
-    def _wait(self, param: Tensor, key: Any = None) -> None:
+    def _enqueue(self, param: Tensor, key: Any = None) -> None:
         """Let the final gradient of `param` wait in its bucket, or in `key`; if it is full, take all but the newest."""
         key = key or bucket_key(param)
         self._versions[param] = gradient_version(param.grad)
@@ -231,7 +231,7 @@ class GradientCollector(Gradients, ABC):
             for param, mean, is_mine in zip(params, means, mine, strict=True):
                 if is_mine:
                     param.grad = mean
-                    self._wait(param, "means")
+                    self._enqueue(param, "means")
             newest = 0 if self.accumulates else 1
             self._take_waiting("means", len(self._waiting["means"].params) - newest)  # DDP keeps them in any case
         return mine
@@ -245,7 +245,7 @@ class GradientCollector(Gradients, ABC):
         self._check_once()
         waiting = {param for bucket in self._waiting.values() for param in bucket.params}
         for param in self.params():
-            if param.grad is None or param in waiting or param is self._kept:
+            if param.grad is None or param in waiting or param is self._sentinel:
                 continue
             if param not in self._taken:
                 self._waiting[bucket_key(param)].add(param)

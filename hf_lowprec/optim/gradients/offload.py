@@ -40,26 +40,26 @@ class OffloadedGradients(GradientCollector):
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        self._kept_is_fixed = False  # since the gradient of `_kept` is that of several passes
-        self._copied: Any = None  # the version of the gradient of `_kept` that is on the host
+        self._sentinel_is_fixed = False  # since the gradient of `_sentinel` is that of several passes
+        self._copied: Any = None  # the version of the gradient of `_sentinel` that is on the host
         self._pass: int | None = None  # the last backward pass
 
     def gather(self) -> None:
         """Move all gradients that are left to the host, and wait until all are there and added up."""
         with self._lock:
             self._take_rest()
-            self._check_kept()
-            if self._kept is not None and self._copied != (version := self._versions[self._kept]):
-                self._sums.pop(self._kept, None)
-                self._copy("kept", [self._kept])  # its gradient stays, and is looked at again in `step()`
+            self._check_sentinel()
+            if self._sentinel is not None and self._copied != (version := self._versions[self._sentinel]):
+                self._sums.pop(self._sentinel, None)
+                self._copy("kept", [self._sentinel])  # its gradient stays, and is looked at again in `step()`
                 self._copied = version
             self._optimizer.finish_host_steps()
 
     def end_step(self) -> None:
         with self._lock:
             self._sums.clear()
-            if self._kept is not None:
-                self._kept.grad = None
+            if self._sentinel is not None:
+                self._sentinel.grad = None
             self.begin_anew()
 
     def zero(self, set_to_none: bool) -> None:
@@ -69,8 +69,8 @@ class OffloadedGradients(GradientCollector):
             self._optimizer.finish_host_steps()
             for total in self._sums.values():
                 local_shard(total).zero_()
-            if self._kept is not None and self._kept.grad is not None:
-                self._versions[self._kept] = gradient_version(self._kept.grad)
+            if self._sentinel is not None and self._sentinel.grad is not None:
+                self._versions[self._sentinel] = gradient_version(self._sentinel.grad)
 
     def check_take_over(self) -> None:
         if self._sums:
@@ -86,9 +86,9 @@ class OffloadedGradients(GradientCollector):
         if self._pass == (current := backward_pass()):
             return
         self._pass = current
-        self._kept_is_fixed = self._kept is not None
-        if param is not self._kept:  # autograd has just added to the gradient of `param`
-            self._check_kept()
+        self._sentinel_is_fixed = self._sentinel is not None
+        if param is not self._sentinel:  # autograd has just added to the gradient of `param`
+            self._check_sentinel()
         self._take_all_waiting()  # of a pass that was interrupted
         taken = {other for other in self._taken if id(other) not in self._averaged_later}
         for other in self.params() if taken else ():
@@ -97,30 +97,30 @@ class OffloadedGradients(GradientCollector):
         if current is not None:
             at_end_of_backward_pass(functools.partial(_end_pass, weakref.ref(self), current))
 
-    def _check_kept(self) -> None:
+    def _check_sentinel(self) -> None:
         """Raise RuntimeError if the gradient that waits was written to, or set to None, since autograd computed it."""
-        if self._kept is None:
+        if self._sentinel is None:
             return
-        if self._kept.grad is None:
+        if self._sentinel.grad is None:
             raise RuntimeError(
-                f"the gradient of {self._name(self._kept)} was set to None, as by model.zero_grad(), but "
+                f"the gradient of {self._name(self._sentinel)} was set to None, as by model.zero_grad(), but "
                 f"{self.argument} has taken other gradients before; to forget gradients, call optimizer.zero_grad()"
             )
-        self._check_version(self._kept)
+        self._check_version(self._sentinel)
 
-    def _wait(self, param: Tensor, key: Any = None) -> None:
-        """Keep the gradient of the smallest parameter, and let the others wait in their buckets."""
-        former = self._kept
-        is_smallest = former is None or (param.numel() <= former.numel() and not self._kept_is_fixed)
+    def _enqueue(self, param: Tensor, key: Any = None) -> None:
+        """Put a gradient into its bucket. That of the smallest parameter stays on the device, for `_check_sentinel`."""
+        former = self._sentinel
+        is_smallest = former is None or (param.numel() <= former.numel() and not self._sentinel_is_fixed)
         if param is former or (is_smallest and param.numel()):
-            self._kept = param
+            self._sentinel = param
             if param.grad is not None and local_shard(param.grad)._is_view():  # of a large bucket that others write to
                 param.grad = param.grad.clone()
             self._versions[param] = gradient_version(param.grad)
             if former is None or former is param:
                 return
-            param = former
-        super()._wait(param, key)
+            param = former  # is no longer the smallest
+        super()._enqueue(param, key)
         if self._pass is None:  # no backward pass will end
             self._take_all_waiting()
 

@@ -245,20 +245,20 @@ def _compute_momentum_matrix(slot: Tensor, algorithm: MatrixAlgorithm, fused_gro
         slot.view(-1)[chunk] = momentum_matrix(algorithm.momentum_matrix, fused_group.spec, *elements)
 
 
-def _batches(fused_group: FusedGroup, part: range) -> list[list[int]]:
-    """The entries of a part in batches: small matrices of the same shape and parameter group, or single entries.
+def _batches(fused_group: FusedGroup, entries: range) -> list[list[int]]:
+    """Some entries in batches: small matrices of the same shape and parameter group, or single entries.
 
     They are the same on all ranks, which gather their matrices in this order.
     """
     batches: list[list[int]] = []
-    last: dict[tuple[int, torch.Size], list[int]] = {}
-    for k in part:
+    open_batches: dict[tuple[int, torch.Size], list[int]] = {}
+    for k in entries:
         entry = fused_group.entries[k]
         key, size = (id(entry.group), entry.param.shape), entry.param.numel()
-        batch = last.get(key)
-        alone = entry.param.ndim > 2 or not 0 < 4 * size <= _BATCH
+        batch = open_batches.get(key)
+        alone = entry.param.ndim > 2 or not 0 < 4 * size <= _BATCH  # a stack is a batch already
         if batch is None or alone or (len(batch) + 1) * size > _BATCH:
-            last[key] = batch = []
+            open_batches[key] = batch = []
             batches.append(batch)
         batch.append(k)
     return batches

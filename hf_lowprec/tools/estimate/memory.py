@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_lowprec.casting import cast_model, return_float32
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
-from hf_lowprec.monitor.memory_estimate import MemoryUse, expected_memory
+from hf_lowprec.monitor.byte_counts import MemoryUse, expected_memory
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.backends.eager import EagerStep

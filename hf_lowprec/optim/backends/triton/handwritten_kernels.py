@@ -24,12 +24,7 @@ def square_sum(
     The tables are those of a rendered `step`. The kernel reads the first two of a segment's COLUMNS columns,
     `entry_index` and `end`, and the second of a parameter's TENSORS pointers, which is the gradient's.
 
-    Many GPUs compute two FP64 operations per clock where they compute 128 in FP32. So squares of 16-bit gradients,
-    which are exact in FP32, are summed in pairs: FP32 sums, and FP32 sums of their exact rounding errors. FP64 takes
-    over above a thread. With u = 2⁻²⁴, a thread adds 8 squares in each of 8 lanes and then the lanes, in 10 levels of
-    exact errors of at most u times the thread's sum S. The sum of these errors, at most 10·u·S, is rounded at 12 levels
-    by at most u each, so the thread's result is off by at most 120·u²·S = 2⁻⁴¹·S. For BF16 it is exact if no square but
-    zero is below 2⁻²⁸·S, because all errors are then multiples of 2⁻⁴⁴·S. Squares of FP32 gradients are summed in FP64.
+    Chunks whose sum is not exact in FP32's range are summed again, from scaled gradients.
     """
     chunk = tl.program_id(0).to(tl.int64)
     segment = segments + tl.load(chunks + 2 * chunk) * COLUMNS
@@ -51,7 +46,15 @@ def square_sum(
 
 @triton.jit
 def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the squares of a chunk's gradients times `scale`; FP64 scalar."""
+    """Sum the squares of a chunk's gradients times `scale`; FP64 scalar.
+
+    Many GPUs compute two FP64 operations per clock where they compute 128 in FP32. So squares of 16-bit gradients,
+    which are exact in FP32, are summed in pairs: FP32 sums, and FP32 sums of their exact rounding errors. FP64 takes
+    over above a thread. With u = 2⁻²⁴, a thread adds 8 squares in each of 8 lanes and then the lanes, in 10 levels of
+    exact errors of at most u times the thread's sum S. The sum of these errors, at most 10·u·S, is rounded at 12 levels
+    by at most u each, so the thread's result is off by at most 120·u²·S = 2⁻⁴¹·S. For BF16 it is exact if no square but
+    zero is below 2⁻²⁸·S, because all errors are then multiples of 2⁻⁴⁴·S. Squares of FP32 gradients are summed in FP64.
+    """
     itemsize: tl.constexpr = DTYPE.primitive_bitwidth // 8
     STORAGE: tl.constexpr = tl.uint16 if tl.bfloat16 == DTYPE else DTYPE
     SUM: tl.constexpr = tl.float64 if tl.float32 == DTYPE else tl.float32

@@ -6,7 +6,7 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.precision_report import precision_report
-from hf_lowprec.monitor.memory_estimate import elements_kept_in_bf16, expected_memory
+from hf_lowprec.monitor.byte_counts import elements_kept_in_bf16, expected_memory
 from tests.support.memory_use import memory_use
 
 INT8 = torch.int8
