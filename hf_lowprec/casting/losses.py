@@ -42,7 +42,7 @@ from hf_lowprec.casting.module_kinds import (
     uses_torch_losses,
 )
 from hf_lowprec.casting.module_tree import ModuleTree, compiled_module, path_to, prediction_layers
-from hf_lowprec.casting.private_torch_apis import runs_in_checkpoint, show_cross_entropy_to_modes
+from hf_lowprec.casting.private_torch_apis import runs_in_checkpoint, trace_cross_entropy_as_function
 from hf_lowprec.once import first_time
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.wrapped_method import unwrap_method, wrap_once
@@ -107,7 +107,7 @@ def _keeps_dim(input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) ->
 
 def install_fp32_torch_losses(module: nn.Module) -> bool:
     """Let torch's losses compute in FP32 in a module's `forward`. Return whether this is new."""
-    show_cross_entropy_to_modes()
+    trace_cross_entropy_as_function()
     return wrap_once(module, "forward", _with_fp32_losses)
 
 

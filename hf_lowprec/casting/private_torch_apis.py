@@ -32,7 +32,7 @@ def has_run_under_fsdp2(module: nn.Module) -> bool:
 
 
 @cache
-def show_cross_entropy_to_modes() -> None:
+def trace_cross_entropy_as_function() -> None:
     """Let `torch.compile` trace an `nn.CrossEntropyLoss` that is built in `forward` as a call of `cross_entropy`.
 
     By itself it records this one class as a call that no `TorchFunctionMode` sees.

@@ -72,7 +72,7 @@ class AveragedModel(swa_utils.AveragedModel):
             TypeError: the model has 16-bit parameters, but no `optimizer` was passed.
             ValueError: `optimizer` has none of the model's parameters.
         """
-        already = int(self.n_averaged)
+        n_before = int(self.n_averaged)
         estimate = _float32 if optimizer is None else fp32_estimates(model, optimizer)
         if optimizer is None and any(param.dtype in LOW_PRECISION_DTYPES for param in model.parameters()):
             raise TypeError(
@@ -82,17 +82,18 @@ class AveragedModel(swa_utils.AveragedModel):
         if optimizer is not None and not self._checked:
             self._checked = True
             warn_of_weights_as_stored(model, optimizer)
-        many = self.multi_avg_fn or swa_utils.get_swa_multi_avg_fn()
+        average_in_place = self.multi_avg_fn or swa_utils.get_swa_multi_avg_fn()
         averaged = [*self.module.parameters(), *self.module.buffers()]
         count = len(averaged) if self.use_buffers else len(list(self.module.parameters()))
         for k, (average, tensor) in enumerate(zip(averaged, [*model.parameters(), *model.buffers()], strict=True)):
             current = estimate(tensor).to(average.device)
-            if already == 0 or k >= count or not average.is_floating_point():
+            is_copied_buffer = k >= count
+            if n_before == 0 or is_copied_buffer or not average.is_floating_point():
                 average.copy_(current)
             elif self.avg_fn is not None:
-                average.copy_(self.avg_fn(average, current, already))
+                average.copy_(self.avg_fn(average, current, n_before))
             else:
-                many([average.detach()], [current], already)
+                average_in_place([average.detach()], [current], n_before)
         self.n_averaged += 1
 
 

@@ -131,7 +131,7 @@ def _check_state_dtype(optimizer: Algorithm, group: ParamGroup, where: str) -> N
             "are always rounded stochastically; use state_rounding='stochastic', or state_dtype=torch.bfloat16"
         )
     for state in states:
-        if not state.averages and by_state.get(state.name) == torch.int8:
+        if not state.accumulates and by_state.get(state.name) == torch.int8:
             raise ValueError(
                 f"state_dtype={requested!r} in {where} is not supported: {state.name} does not average over steps, so "
                 "the errors of 8 bits would not average out; use torch.bfloat16 or torch.float32 for it"

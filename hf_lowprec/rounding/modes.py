@@ -44,8 +44,8 @@ class State:
     Attributes:
         name: its key in `optimizer.state[param]`, unless it is stored in 8 bits.
         role: the role of its random bits, see `random_bits.py`.
-        averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
-            are rounded to nearest.
+        accumulates: whether it averages or adds up over steps, as compensations do; if so, rounding in BF16 must be
+            unbiased. Other states are rounded to nearest.
         holds_low_bits: whether it holds the part of the weight that the stored weight lacks, and starts with it.
         dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`).
         nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
@@ -57,7 +57,7 @@ class State:
 
     name: str
     role: int
-    averages: bool = True
+    accumulates: bool = True
     holds_low_bits: bool = False
     dtype: torch.dtype | None = None
     nonnegative: bool = False
@@ -96,7 +96,7 @@ class StoredState(State):
     def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> StoredState:
         """`state` in `dtype`; only averages are rounded stochastically: to BF16 if asked for, and always to 8 bits."""
         asked = dtype == torch.bfloat16 and state_rounding == "stochastic"
-        stochastic = state.averages and (asked or dtype == torch.int8)
+        stochastic = state.accumulates and (asked or dtype == torch.int8)
         return cls(**{**vars(state), "dtype": dtype, "stochastic": stochastic})
 
     @property
@@ -130,7 +130,7 @@ class Mode:
     @property
     def has_compensation(self) -> bool:
         """Whether it keeps rounding errors in a state that is rounded itself, as `state_rounding` says."""
-        return any(state.averages for state in self.auxiliary)
+        return any(state.accumulates for state in self.auxiliary)
 
 
 WEIGHT_ROLE = 0
@@ -168,7 +168,7 @@ def _load_split(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
 
 
 _COMPENSATION = State("compensation", role=WEIGHT_ROLE, holds_low_bits=True, dtype=torch.bfloat16)
-_REMAINDER = State("remainder", role=WEIGHT_ROLE, averages=False, holds_low_bits=True, dtype=torch.int16)
+_REMAINDER = State("remainder", role=WEIGHT_ROLE, accumulates=False, holds_low_bits=True, dtype=torch.int16)
 _BF16_ONLY = (torch.bfloat16, torch.float32)
 
 MODES: dict[str, Mode] = {

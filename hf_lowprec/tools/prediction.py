@@ -43,7 +43,7 @@ _ADAMS = ("adam", "adamw", "stableadamw")
 _LION = "lion"
 PREDICTED_ALGORITHMS = (*_ADAMS, "adafactor", _LION)
 """The algorithms whose updates have a size that does not depend on that of the gradients."""
-_STOCK = ("adamw_torch", "adamw_torch_fused")
+_TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 """Names of transformers whose updates can be predicted: torch's AdamW, which rounds to nearest."""
 PREDICTED_MODES = {"nearest": (1.0, False), "stochastic": (1.0, True), "split": (2.0**-16, False)}
 """The predicted modes: the spacing of what they store, relative to the weight's, and whether it is stochastic."""
@@ -88,7 +88,7 @@ def plan_run(
     Raises:
         ValueError: an argument is invalid, or the sizes of updates or learning rates cannot be known beforehand.
     """
-    valid = (*_STOCK, *(name for name in OPTIMIZER_NAMES if name.split("_bf16_")[0] in PREDICTED_ALGORITHMS))
+    valid = (*_TORCH_ADAMW, *(name for name in OPTIMIZER_NAMES if name.split("_bf16_")[0] in PREDICTED_ALGORITHMS))
     if optim not in valid:
         raise ValueError(f"--optim {optim}: the sizes of its updates are not predicted; valid are {', '.join(valid)}")
     if not learning_rate > 0:

@@ -109,12 +109,12 @@ def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
     """DDP would not wrap it: `tests/distributed` shows it with ranks."""
     model = torch.nn.Linear(2, 2)
     accelerator = Accelerator(cpu=True)
-    with accelerate_apis.prepared_again_later(model):
+    with accelerate_apis.without_prepared_mark(model):
         accelerator.prepare_model(model, evaluation_mode=True)
         assert getattr(model, accelerate_apis._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
     assert not hasattr(model, accelerate_apis._PREPARED)
     accelerator.prepare_model(model)
-    with accelerate_apis.prepared_again_later(model):
+    with accelerate_apis.without_prepared_mark(model):
         accelerator.prepare_model(model, evaluation_mode=True)
     assert getattr(model, accelerate_apis._PREPARED), "what is prepared for training stays so"
 

@@ -193,7 +193,7 @@ def test_every_step_is_the_formula_rounded_once(name, options, mode, settings):
             group["betas"] = tuple(0.75 * beta for beta in group["betas"])
         stochastic |= assert_step(optimizer, step, gradients(step, dtype))
     if (mode["state_dtype"], mode["state_rounding"]) == (BF16, "stochastic") and 0.0 not in group.get("betas", ()):
-        assert stochastic >= {state.name for state in optimizer.states(group) if state.averages}
+        assert stochastic >= {state.name for state in optimizer.states(group) if state.accumulates}
     assert not stochastic & NEVER_STOCHASTIC
 
 

@@ -273,7 +273,7 @@ def _prepare_model(original: Callable, accelerator: Any, model: nn.Module, *args
         prepared_models.update((model, prepared))
         return prepared
     if is_evaluation(*args, **kwargs):
-        with private_apis.prepared_again_later(model):
+        with private_apis.without_prepared_mark(model):
             return original(accelerator, model, *args, **kwargs)
     comparison.compare_models([model])
     accumulator = None

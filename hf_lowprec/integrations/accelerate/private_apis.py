@@ -142,7 +142,7 @@ def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parame
 
 
 @contextmanager
-def prepared_again_later(model: Any) -> Iterator[None]:
+def without_prepared_mark(model: Any) -> Iterator[None]:
     """Allow `model` to be prepared for training after `Accelerator.prepare_model` was called inside for evaluation.
 
     Accelerate marks every model that it prepares, even one for evaluation only, and returns marked models unchanged.

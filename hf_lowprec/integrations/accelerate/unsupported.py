@@ -29,7 +29,7 @@ _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate lau
 
 
 def check_setup(accelerator: Any, grad_accumulation: str, reduction: str) -> None:
-    """Check the setup of `accelerator` for `grad_accumulation` and `reduction`.
+    """Refuse setups of an accelerator with which gradients would not be summed in FP32.
 
     Raises:
         ValueError: the setup is not supported; the message names the setting and what to change.
@@ -65,7 +65,7 @@ def check_setup(accelerator: Any, grad_accumulation: str, reduction: str) -> Non
     if kind == DistributedType.FSDP:
         _check_fsdp(accelerator)
     if reduction == "nccl":
-        _check_nccl(accelerator, grad_accumulation)
+        _check_reduction_by_nccl(accelerator, grad_accumulation)
 
 
 def _check_deepspeed(accelerator: Any, grad_accumulation: str) -> None:
@@ -128,7 +128,7 @@ def _check_fsdp(accelerator: Any) -> None:
         )
 
 
-def _check_nccl(accelerator: Any, grad_accumulation: str) -> None:
+def _check_reduction_by_nccl(accelerator: Any, grad_accumulation: str) -> None:
     kind, config = accelerator.distributed_type, accelerator.parallelism_config
     if kind != DistributedType.FSDP:
         raise ValueError(

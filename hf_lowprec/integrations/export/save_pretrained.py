@@ -127,7 +127,7 @@ def _write_on_first_rank(tensors: LazyTensors, device: torch.device, write: Call
     assert group is not None
     names = [*tensors.infos]
 
-    def announce(number: int) -> int:
+    def announce(number: int) -> int:  # returns that of rank 0; the others' own is ignored
         message = torch.tensor(number, device=device)
         with explain_lost_rank(group, "saving a model"):
             dist.broadcast(message, src=0)

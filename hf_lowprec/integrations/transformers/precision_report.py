@@ -91,17 +91,17 @@ def _frozen(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
-    """How weights are rounded, and those states that are averages in 16 or 8 bits."""
-    bits_of_averages: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+    """How weights are rounded, and states in 16 or 8 bits that average or add up over steps, compensations included."""
+    bits_by_rounding: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if param.requires_grad]
         if not any(param.dtype in LOW_PRECISION_DTYPES for param in params):
             continue
         tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
-        bits = {8 * tensor.dtype.itemsize for tensor in tensors if tensor.averages}
-        bits_of_averages[group["rounding"], group["state_rounding"], group["seed"]] |= bits - {32}
+        bits = {8 * tensor.dtype.itemsize for tensor in tensors if tensor.accumulates}
+        bits_by_rounding[group["rounding"], group["state_rounding"], group["seed"]] |= bits - {32}
     modes = []
-    for (rounding, state_rounding, seed), bits in sorted(bits_of_averages.items()):
+    for (rounding, state_rounding, seed), bits in sorted(bits_by_rounding.items()):
         sizes = " and ".join(f"{count}-bit" for count in sorted(bits, reverse=True))
         states = f"{sizes} states {state_rounding}, " if bits else ""
         modes.append(f"weights {rounding}, {states}seed {seed}")

@@ -66,7 +66,7 @@ class RunMonitor:
         self._ended = False
         self._monitor: PrecisionMonitor | None = None
         params = list(_parameters(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else []
-        self._with_others = across_ranks and any(is_sharded(param) or flat_part(param) for param in params)
+        self._ranks_measure_together = across_ranks and any(is_sharded(param) or flat_part(param) for param in params)
         if any(param.dtype in LOW_PRECISION_DTYPES for param in params):
             with self._surviving_errors():
                 self._monitor = PrecisionMonitor(optimizer, model, across_ranks=across_ranks, on_error=self._end)
@@ -116,7 +116,7 @@ class RunMonitor:
 
     def _end(self, error: Exception) -> None:
         """Measure nothing more. The hooks stay until the next log: an optimizer that runs them cannot lose them."""
-        if self._with_others:
+        if self._ranks_measure_together:
             raise error
         if self._warns and not self._ended:
             logger.warning(

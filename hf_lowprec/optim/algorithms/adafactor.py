@@ -89,8 +89,8 @@ class Adafactor(LowPrecisionOptimizer):
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The means over rows and columns, or the second moment of a vector; and the momentum."""
         factors = (
-            State(ROW_MEAN, role=3, averages=False, dtype=torch.float32, mean_over=-1),
-            State(COLUMN_MEAN, role=4, averages=False, dtype=torch.float32, mean_over=-2),
+            State(ROW_MEAN, role=3, accumulates=False, dtype=torch.float32, mean_over=-1),
+            State(COLUMN_MEAN, role=4, accumulates=False, dtype=torch.float32, mean_over=-2),
         )
         variance = State("variance", role=1, of_vectors=True)
         return (*factors, variance, *((State("exp_avg", role=2),) if group["beta1"] is not None else ()))

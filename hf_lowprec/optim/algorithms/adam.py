@@ -60,7 +60,7 @@ class Adam(LowPrecisionOptimizer):
         moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
         if not self.options(group)["amsgrad"]:
             return moments
-        return (*moments, State("max_exp_avg_sq", role=3, averages=False, nonnegative=True))
+        return (*moments, State("max_exp_avg_sq", role=3, accumulates=False, nonnegative=True))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step size and bias corrections, arranged so that an element needs one division and one root."""

@@ -55,7 +55,7 @@ class Adan(LowPrecisionOptimizer):
         """The three moments and the previous gradient."""
         moments = State("exp_avg", role=2), State("exp_avg_diff", role=3)
         square = State("exp_avg_sq", role=1, nonnegative=True)
-        return (*moments, square, State("previous_grad", role=4, averages=False))
+        return (*moments, square, State("previous_grad", role=4, accumulates=False))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step sizes and bias corrections.

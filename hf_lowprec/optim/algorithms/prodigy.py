@@ -83,7 +83,10 @@ class Prodigy(LowPrecisionOptimizer):
         return (*moments, State("s", role=3), State("p0_minus_p", role=4))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Decay rates, and factors with d. At lr 0, states stay as they are."""
+        """Decay rates, and factors with d. At lr 0, states stay as they are: `β⁰ = 1`.
+
+        With `use_bias_correction`, `γ` is multiplied by `√(1-β2ᵗ) / (1-β1ᵗ)`.
+        """
         (beta1, beta2), d0 = group["betas"], group["d0"]
         d: Any = self.param_groups[0].get("d", d0)  # missing while the optimizer is built
         active = (lr > 0) * (1 + 0 * lr)  # 1 or 0, of the dtype of `lr`

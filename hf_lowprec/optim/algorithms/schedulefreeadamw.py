@@ -91,11 +91,12 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
         (beta1, beta2), warmup = group["betas"], group["warmup_steps"]
         time = step.double() if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float64, device="cpu")
         k = torch.arange(warmup + 1, dtype=torch.float64, device=time.device)
-        in_warmup, warm = time.clamp(max=warmup), (time / warmup).clamp(max=1)
-        total = ((k / max(warmup, 1)) ** 2 * (1 - beta2**k)).cumsum(0)[in_warmup.long()]
-        total = total + (time - in_warmup) - (beta2 ** (in_warmup + 1) - beta2 ** (time + 1)) / (1 - beta2)
+        warmup_steps, warmup_factor = time.clamp(max=warmup), (time / warmup).clamp(max=1)
+        total = ((k / max(warmup, 1)) ** 2 * (1 - beta2**k)).cumsum(0)[warmup_steps.long()]
+        # After the warm-up, a geometric series.
+        total = total + (time - warmup_steps) - (beta2 ** (warmup_steps + 1) - beta2 ** (time + 1)) / (1 - beta2)
         correction = 1 - beta2**time
-        share, rate = warm**2 * correction / total, warm * correction.sqrt()
+        share, rate = warmup_factor**2 * correction / total, warmup_factor * correction.sqrt()
         if not isinstance(step, Tensor):
             share, rate = share.item(), rate.item()
         return {
@@ -106,7 +107,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
             "share": share,
             "kept": 1 - share,
             "step_of_y": lr * rate * (1 - beta1 * (1 - share)),
-            "step_of_z": lr * rate * beta1 * (1 - share),
+            "step_of_z_minus_y": lr * rate * beta1 * (1 - share),
         }
 
     @staticmethod
@@ -119,7 +120,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
         direction = grad / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.weight_decay
         return state.z_minus_y * scalars.share - direction * scalars.step_of_y, {
             "exp_avg_sq": exp_avg_sq,
-            "z_minus_y": state.z_minus_y * scalars.kept - direction * scalars.step_of_z,
+            "z_minus_y": state.z_minus_y * scalars.kept - direction * scalars.step_of_z_minus_y,
         }
 
     def prepare_step(self, plan: StepPlan) -> Tensor | None:

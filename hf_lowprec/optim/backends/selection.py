@@ -49,7 +49,7 @@ def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
                 raise
             _warn_once(str(fused_group.device), error)
             return eager.EagerStep(fused_group)
-    if fused_group.device.type != "cpu":
+    if fused_group.device.type != "cpu":  # the name is "native"
         raise RuntimeError(
             f"backend='native' runs on the CPU, but a parameter is on {fused_group.device}; use backend='auto'"
         )

@@ -196,7 +196,7 @@ START_AGAIN = (
     "model = from_pretrained(checkpoint, dtype='float32'), then train() without resume_from_checkpoint)"
 )
 
-_WITHOUT_MEANING = {
+_DROPPED_UNLESS_OURS = {
     *("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
     *("clip_threshold", "decay_rate", "warmup_init"),
 }
@@ -224,7 +224,7 @@ class ForeignFormat:
     hyperparameters: Callable[[ParamGroup, str], ParamGroup] = lambda saved, algorithm: {}
     states: Callable[[OptimizerState], OptimizerState] = lambda state: state
 
-    def group(self, algorithm: str, own: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+    def convert_group(self, algorithm: str, own: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
         """The group `saved` with the keys of `own`, a param group of the optimizer that loads it.
 
         Raises:
@@ -240,11 +240,11 @@ class ForeignFormat:
         except ValueError as reason:
             message = f"{where} of the state dict was saved by {self.library} with {reason}; or {START_AGAIN}"
             raise ValueError(message) from None
-        kept = {key: value for key, value in saved.items() if key in own or key not in _WITHOUT_MEANING}
-        # "nearest" requires no state of a rounding mode; one that is there continues to be used.
+        kept = {key: value for key, value in saved.items() if key in own or key not in _DROPPED_UNLESS_OURS}
+        # "nearest" has no states of its own that would be missing. The loading optimizer's mode is put back later.
         return {**own, **kept, **replaced, "rounding": "nearest"}
 
-    def state(self, state: OptimizerState) -> OptimizerState:
+    def convert_state(self, state: OptimizerState) -> OptimizerState:
         """A parameter's saved `state`, with the names and values of this optimizer; empty if it was never stepped."""
         converted = {name: value for name, value in self.states(dict(state)).items() if value is not None}
         # SGD does not count steps; what matters to it is whether there was one.

@@ -145,14 +145,14 @@ def _prepare(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str
     was_nearest = False
     for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
         where = f"param group {k}"
-        converted = saved if foreign is None else foreign.group(name, group, saved, where)
+        converted = saved if foreign is None else foreign.convert_group(name, group, saved, where)
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
         was_nearest |= converted.get("state_rounding") == "nearest" != prepared["state_rounding"]
         for param, number in zip(group["params"], saved["params"], strict=True):
             state, owner = states.pop(number, None), f"parameter {number}"
             if state and foreign is not None:
-                state = rounded_to_nearest(optimizer, prepared, param, foreign.state(state))
+                state = rounded_to_nearest(optimizer, prepared, param, foreign.convert_state(state))
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
                 _check_state(optimizer, param, prepared, state, owner)
                 if group["state_dtype"] is not None:

@@ -48,7 +48,7 @@ def state_tensors(
         if dtype == torch.int8:
             _check_blocks(param)
             name, of = state.name + SCALE_SUFFIX, state.name
-            tensors.append(StoredState(name, state.role, averages=False, dtype=torch.uint8, scale_of=of))
+            tensors.append(StoredState(name, state.role, accumulates=False, dtype=torch.uint8, scale_of=of))
     return tensors
 
 
@@ -68,7 +68,7 @@ def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dty
 
 def why_not_8_bits(state: State, param: Tensor) -> str | None:
     """The reason why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
-    if not state.averages:
+    if not state.accumulates:
         return f"{state.name} does not average over steps"
     shape, part = full_shape(param), flat_part(param)
     is_cut = part is not None and (part.start % BLOCK or param.numel() % BLOCK)
@@ -175,7 +175,7 @@ def rounded_to_nearest(
         if not isinstance(value, Tensor) or value.shape != param.shape or name in ("step", *LOW_BITS_STATES):
             states[name] = value
         else:
-            state = known.get(name, State(name, role=0, averages=False))
+            state = known.get(name, State(name, role=0, accumulates=False))
             states |= stored_as(value, new_state_dtype(state, group, param), name)
     return states
 

@@ -46,7 +46,7 @@ def square_sum(
 
 @triton.jit
 def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the squares of a chunk's gradients times `scale`; FP64 scalar.
+    """Sum `(scale·g)²` over the gradients of a chunk; FP64 scalar.
 
     Many GPUs compute two FP64 operations per clock where they compute 128 in FP32. So squares of 16-bit gradients,
     which are exact in FP32, are summed in pairs: FP32 sums, and FP32 sums of their exact rounding errors. FP64 takes
@@ -57,32 +57,32 @@ def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constex
     """
     itemsize: tl.constexpr = DTYPE.primitive_bitwidth // 8
     STORAGE: tl.constexpr = tl.uint16 if tl.bfloat16 == DTYPE else DTYPE
-    SUM: tl.constexpr = tl.float64 if tl.float32 == DTYPE else tl.float32
+    SUM_DTYPE: tl.constexpr = tl.float64 if tl.float32 == DTYPE else tl.float32
     lanes = tl.arange(0, BLOCK)
-    high = tl.zeros((BLOCK,), SUM)
-    low = tl.zeros((BLOCK,), SUM)
+    high = tl.zeros((BLOCK,), SUM_DTYPE)
+    low = tl.zeros((BLOCK,), SUM_DTYPE)
     if (remaining >= CHUNK) & ((address & 15) == 0):
         for offset in range(0, CHUNK, BLOCK):
             pointers = tl.multiple_of((address + offset * itemsize).to(tl.pointer_type(STORAGE)), 16)
-            high, low = _add_squares(high, low, _upcast(tl.load(pointers + lanes), SUM) * scale)
+            high, low = _add_squares(high, low, _upcast(tl.load(pointers + lanes), SUM_DTYPE) * scale)
     else:
         count = tl.minimum(remaining, CHUNK).to(tl.int32)
         for offset in range(0, count, BLOCK):
             pointers = (address + offset * itemsize).to(tl.pointer_type(STORAGE))
             values = tl.load(pointers + lanes, mask=lanes < count - offset, other=0)
-            high, low = _add_squares(high, low, _upcast(values, SUM) * scale)
-    if tl.float32 == SUM:
+            high, low = _add_squares(high, low, _upcast(values, SUM_DTYPE) * scale)
+    if tl.float32 == SUM_DTYPE:
         return sum_of_pairs(high, low, BLOCK)
     else:  # for Triton, what follows a `return` is compiled as well
         return tl.sum(high)
 
 
 @triton.jit
-def _upcast(values, SUM: tl.constexpr):
-    """Convert loaded gradients to SUM. BF16 ones come as 16-bit patterns: Triton's interpreter loses subnormals."""
+def _upcast(values, SUM_DTYPE: tl.constexpr):
+    """Convert loaded gradients; BF16 ones come as 16-bit patterns, since Triton's interpreter loses subnormals."""
     if tl.uint16 == values.dtype:
         return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return values.to(SUM)
+    return values.to(SUM_DTYPE)
 
 
 @triton.jit
