@@ -1,11 +1,16 @@
-"""Scripts that the fork server runs end as scripts that are started from nothing."""
+"""Scripts that the fork server runs end as scripts that are started from nothing, and ranks are forked together."""
 
 import os
 import subprocess
+import time
 
+import psutil
 import pytest
 
 from tests.support.processes import forkserver
+from tests.support.processes.fork_ranks import fork_ranks
+
+RANKS = 4
 
 
 def script(tmp_path, text: str):
@@ -53,3 +58,17 @@ def test_a_script_finds_everything_imported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "import os, sys\nprint({'torch', 'transformers', 'hf_lowprec'} <= sys.modules.keys(), os.getcwd())"
     assert forkserver.run(script(tmp_path, text), [], timeout=60).stdout == f"True {tmp_path}\n"
+
+
+def test_no_rank_begins_before_all_are_forked(tmp_path):
+    """Each counts the processes that were forked with it, and stays until all have counted."""
+    before = {child.pid for child in psutil.Process().children()}
+
+    def count(rank: int) -> None:
+        forked = {child.pid for child in psutil.Process(os.getppid()).children()} - before
+        (tmp_path / f"rank {rank}").write_text(str(len(forked)))
+        while len(list(tmp_path.iterdir())) < RANKS:
+            time.sleep(0.01)
+
+    assert fork_ranks(count, RANKS) is None
+    assert [int(file.read_text()) for file in tmp_path.iterdir()] == [RANKS] * RANKS

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     Trainer,
-    TrainerCallback,
     TrainerState,
     TrainingArguments,
 )
@@ -49,43 +48,23 @@ def test_an_unknown_name_is_answered_with_the_closest_one(name, end):
         TrainingArguments(optim=name)
 
 
-def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
-    """The folder, the order of its files, and what comes after them: the deletion of others, and `on_save`.
-
-    Where our manifest is written, all other files are there, and no checkpoint has been pushed or deleted.
-    """
+def test_what_comes_after_the_state_of_a_checkpoint(tmp_path, monkeypatch):
+    """Where our manifest is written, no checkpoint has been pushed or deleted."""
     events = []
 
     class Watched(Trainer):
         def _save_checkpoint(self, model, trial):
-            events.append(f"begin {private_apis.checkpoint_folder(self, trial).relative_to(tmp_path)}")
             with private_apis.calling_after_trainer_state(lambda: events.append("written")):
                 super()._save_checkpoint(model, trial)
 
         def _push_from_checkpoint(self, checkpoint_folder):
             events.append("push")
 
-    class Saved(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            events.append("on_save")
-
-    def save_to_json(self, path):
-        events.append(sorted(p.name for p in tmp_path.glob("*/*")))
-        write(self, path)
-
-    write = TrainerState.save_to_json
-    monkeypatch.setattr(TrainerState, "save_to_json", save_to_json)
     monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", lambda *args, **kwargs: events.append("rotate"))
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
     monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
-    saving = {"save_strategy": "steps", "save_steps": 1, "push_to_hub": True}
-    trained(tmp_path, trainer_cls=Watched, callbacks=[Saved()], max_steps=1, **saving)
-    begin, files, *after = events
-    assert begin == "begin checkpoint-1", f"checkpoints are saved elsewhere {WHERE}"
-    written = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"]
-    written += ["scheduler.pt", "training_args.bin"]
-    assert files == written, f"Trainer no longer writes its state last {WHERE}"
-    assert after == ["written", "push", "rotate", "on_save"], f"Trainer writes its state later than it was {WHERE}"
+    trained(tmp_path, trainer_cls=Watched, max_steps=1, save_strategy="steps", save_steps=1, push_to_hub=True)
+    assert events == ["written", "push", "rotate"], f"Trainer writes its state later than it was {WHERE}"
 
 
 @dataclasses.dataclass

@@ -42,20 +42,6 @@ def test_the_users_callback_replaces_ours(tmp_path, capsys):
     assert not logged(trainer, "lost_updates")
 
 
-@pytest.mark.parametrize("report", [True, False])
-def test_a_callback_may_be_used_again(tmp_path, capsys, caplog, report):
-    """One message says that autocast is off: in the report, or in the log if there is no report."""
-    callback = hf_lowprec.LowPrecisionCallback(report=report)
-    for _ in range(2):
-        caplog.clear()
-        trained(tmp_path, optim="adamw_bf16_kahan", bf16=True, callbacks=[callback], max_steps=1)
-        counts = [
-            text.count("mixed precision: 'bf16' (the default of some Trainers) is off")
-            for text in (capsys.readouterr().out, caplog.text)
-        ]
-        assert counts == [report, not report]
-
-
 def test_patterns_of_optim_args_and_of_the_callback_add_up(tmp_path):
     callback = hf_lowprec.LowPrecisionCallback(keep_fp32="*.down_proj")
     trainer = trained(
