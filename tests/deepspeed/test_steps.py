@@ -21,6 +21,7 @@ from tests.support.chosen_cases import EVERY_CASE, covering
 from tests.support.models import tiny_models
 from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes.ranks import on_ranks
+from tests.support.processes.shards import of_every_rank
 
 STEPS = 2
 RANKS = (2, 3, 4, 8)
@@ -246,11 +247,9 @@ def compare_parts(optimizer: Any, references: dict[Any, Any], state_dtype: torch
             if key != "step":
                 whole = whole[start // elements : end // elements]
             assert torch.equal(value.view(-1), whole), (parts[-1], key)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, parts)
     sizes = [param.numel() for param in params_of(reference)]
     marks, held = ([torch.zeros(size, dtype=torch.int32) for size in sizes] for _ in range(2))
-    for number, start, end, in_8_bits in itertools.chain(*everywhere):
+    for number, start, end, in_8_bits in itertools.chain(*of_every_rank(parts)):
         held[number][start:end] += 1
         marks[number][start:end] = in_8_bits
     assert all((count == 1).all() for count in held)

@@ -14,8 +14,8 @@ from hf_lowprec.tools.inspection import inspect_checkpoints
 from tests.distributed.test_same_bits import prepare, train
 from tests.scripts.trainer_ranks import llama
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.support.processes.gathered import gathered
-from tests.support.processes.ranks import on_ranks, run_ranks
+from tests.support.processes.ranks import on_ranks, run_trainer
+from tests.support.processes.shards import gathered
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -113,10 +113,9 @@ def test_sharded_adapters(tmp_path, format):
 )
 def test_a_run_of_trainer(tmp_path, kind, format):
     """Its checkpoint, exported, is what `save_pretrained` writes; `Trainer.save_model` writes the stored weights."""
-    words = ["--optim", "adamw_bf16_kahan", "--max_steps", "3", "--save_strategy", "steps", "--save_steps", "3"]
-    words += ["--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-2"]
+    words = "--optim adamw_bf16_kahan --max_steps 3 --save_strategy steps --save_steps 3"
     environment = {"SAVED_TO": str(tmp_path / "live"), "ROWS": "16", "STATE_DICT_TYPE": f"{format}_STATE_DICT"}
-    run_ranks("trainer_ranks.py", 2, kind, *words, **environment)
+    run_trainer(2, kind, tmp_path / "run", words, **environment)
     checkpoint = tmp_path / "run/checkpoint-3"
     assert (checkpoint / "pytorch_model_fsdp_0").is_dir() == (format == "SHARDED")
     assert hf_lowprec.export_checkpoint(checkpoint, tmp_path / "out").refined > 0

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hf_lowprec
-from tests.scripts.trainer_ranks import digest, llama
+from tests.scripts.trainer_ranks import llama
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import on_ranks
+from tests.support.processes.shards import digest
 
 WIDTH, STEPS = 16, 2
 
@@ -194,7 +195,7 @@ def train(case: Case, sharded: bool) -> list[str]:
             accelerator.backward(nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
             optimizer.step()
             optimizer.zero_grad()
-        found.append(digest(model, optimizer.optimizer))
+        found.append(digest(model.parameters(), optimizer.optimizer))
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 import hf_lowprec
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from tests.scripts import trainer_ranks
+from tests.support.processes import shards
 from tests.support.processes.ranks import Run, run_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -78,7 +79,7 @@ def digest_of_one_process(checkpoint, optim: str, optim_args: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer.load_state_dict(saved)
-    return trainer_ranks.digest(model, optimizer)
+    return shards.digest(model.parameters(), optimizer)
 
 
 @pytest.mark.parametrize(

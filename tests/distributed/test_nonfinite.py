@@ -1,8 +1,8 @@
 """NaN or infinity in one gradient element of one rank: it reaches every rank, and every rank skips the step."""
 
-import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from hf_lowprec.reduction import check_replicas
 from tests.support.chosen_cases import one_in_turn
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import on_ranks
+from tests.support.processes.shards import digest, gathered, local, of_every_rank
 from tests.support.training.tiny_trainer import llama, optimizer_of
 
 STEP, STEPS, MICRO_BATCHES = 2, 3, 2
@@ -97,31 +98,16 @@ class Run:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         named = self.accelerator.unwrap_model(self.model).named_parameters()
-        return {name: full(param.grad) for name, param in named}
+        return {name: gathered(param.grad) for name, param in named}
 
-    def bits(self, whole: bool = False) -> str:
-        """A digest of this rank's weights and states; `whole` gathers them where they are sharded."""
-        digest = hashlib.sha256()
-        for param in self.model.parameters():
-            for tensor in (param, *self.low.state[param].values()):
-                held = full(tensor) if whole else local(tensor)
-                digest.update(held.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    def bits(self, of: Callable = local) -> str:
+        """A digest of weights and states: of this rank's, or of whole ones."""
+        return digest(self.model.parameters(), self.low, of)
 
 
 def everywhere(value: object) -> object:
     """`value`, which all ranks must agree on."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    assert all(other == value for other in values), values
+    assert all(other == value for other in of_every_rank(value)), value
     return value
 
 
@@ -160,7 +146,7 @@ def check_skipping(sharded: bool, accumulation: str, damages: Sequence[tuple[str
             without.backward(step)
             without.step(clip)
     assert without.low.skipped_steps == 0
-    expected = everywhere(without.bits(whole=True))
+    expected = everywhere(without.bits(gathered))
     for place, value in damages:
         case = accumulation, place, value
         damage = {place: {PLACES[place][1]: value}}
@@ -171,8 +157,8 @@ def check_skipping(sharded: bool, accumulation: str, damages: Sequence[tuple[str
             run.step(clip)
             assert everywhere(run.bits() == before) == (step == STEP), (case, step)
             assert everywhere(run.low.skipped_steps) == int(step >= STEP), (case, step)
-        assert run.bits(whole=True) == expected, case
-        assert all(full(param).isfinite().all() for param in run.model.parameters())
+        assert run.bits(gathered) == expected, case
+        assert all(gathered(param).isfinite().all() for param in run.model.parameters())
         check_replicas(run.model, run.optimizer)
 
 
@@ -184,15 +170,9 @@ def check_after_reduction(sharded: bool, clip: bool) -> None:
         if step == STEP and dist.get_rank() == 1:
             local(next(run.model.parameters()).grad).view(-1)[0] = torch.nan
         run.step(clip)
-    skipped = [None] * dist.get_world_size()
-    dist.all_gather_object(skipped, run.low.skipped_steps)
-    assert skipped == ([1, 1] if sharded else [0, 1]), skipped
-    try:
+    assert of_every_rank(run.low.skipped_steps) == ([1, 1] if sharded else [0, 1])
+    with nullcontext() if sharded else pytest.raises(RuntimeError, match="replicas differ"):
         check_replicas(run.model, run.optimizer)
-    except RuntimeError as error:
-        assert not sharded and "replicas differ" in str(error), error
-    else:
-        assert sharded
 
 
 def check(kind: str) -> None:

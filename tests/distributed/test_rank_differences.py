@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_lowprec
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
-from tests.support.processes.ranks import on_ranks, run_ranks
+from tests.support.processes.ranks import on_ranks, run_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -386,8 +386,8 @@ def test_an_accelerator_that_has_prepared_a_model_for_training_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.every_case)])
-def test_trainers_that_differ_tell(kind, tmp_path):
-    words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no", "--max_steps", "2", "--output_dir", tmp_path]
-    printed = run_ranks("trainer_ranks.py", 2, kind, *words, SEED_OF_RANK_1="5", fails=True)
+def test_trainers_that_differ_tell(kind):
+    words = "--optim adamw_bf16_sr --save_strategy no --max_steps 2"
+    printed = run_trainer(2, kind, None, words, fails=True, SEED_OF_RANK_1="5").report
     assert printed.count("param_groups[0]['seed'] is 5 on rank 1 and 42 on rank 0; param_groups[1]['seed'] is 5") == 2
     assert "rank 0 of 2 failed" in printed and "rank 1 of 2 failed" in printed

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW
 from tests.support.chosen_cases import EVERY_CASE
-from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import on_ranks
+from tests.support.processes.shards import gathered
 
 WORLDS = (4, 2, 3, 1) if EVERY_CASE else (3, 2, 1)
 STEPS = 2

@@ -21,9 +21,11 @@ from tests.cli.test_bad_checkpoints import reading
 from tests.support.command_output import hf_lowprec
 from tests.support.planted_pickles import with_planted_files
 from tests.support.processes import forkserver
-from tests.support.processes.ranks import SCRIPTS, on_ranks, run_ranks
+from tests.support.processes.ranks import SCRIPTS, on_ranks, run_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+FOUR_STEPS = "--optim adamw_bf16_kahan --max_steps 4 --save_strategy steps --save_steps 2"
 
 
 def machines(folder: Path) -> Path:
@@ -75,14 +77,9 @@ def test_machines_that_see_different_files(tmp_path):
 @pytest.mark.parametrize("saved", ["ddp", pytest.param("FULL_STATE_DICT", marks=pytest.mark.every_case)])
 def test_a_checkpoint_that_holds_the_model_in_another_way(tmp_path, saved):
     """accelerate raises FileNotFoundError on one rank, and the other waits for it."""
-    words = (
-        "--optim adamw_bf16_kahan --max_steps 4 --save_strategy steps --save_steps 2 --per_device_train_batch_size 2"
-    )
-    words += f" --output_dir {tmp_path}"
-    run_ranks("trainer_ranks.py", 2, "ddp" if saved == "ddp" else "fsdp2", *words.split(), STATE_DICT_TYPE=saved)
-    again = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
-    sharded = {"STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
-    printed = run_ranks("trainer_ranks.py", 2, "fsdp2", *words.split(), *again, **sharded, fails=True)
+    run_trainer(2, "ddp" if saved == "ddp" else "fsdp2", tmp_path, FOUR_STEPS, STATE_DICT_TYPE=saved)
+    again = f"{FOUR_STEPS} --resume_from_checkpoint {tmp_path / 'checkpoint-2'}"
+    printed = run_trainer(2, "fsdp2", tmp_path, again, fails=True, STATE_DICT_TYPE="SHARDED_STATE_DICT").report
     how = "without FSDP or DeepSpeed, or with save_only_model=True" if saved == "ddp" else f"under FSDP with {saved}"
     found = f"checkpoint-2' was saved {how}, but this run trains under FSDP with SHARDED_STATE_DICT."
     assert printed.count(f"ValueError: resume_from_checkpoint='{tmp_path}/{found}") == 2, printed
@@ -96,23 +93,22 @@ def test_nothing_that_a_file_holds_is_run(kind, tmp_path):
     if "zero" in kind:
         pytest.importorskip("deepspeed")
     name, *sharded = kind.split()
-    words = "--optim adamw_bf16_split --save_strategy steps --save_steps 1 --max_steps 1 --output_dir"
+    words = "--optim adamw_bf16_split --save_strategy steps --save_steps 1 --max_steps 1"
     environment = {"STATE_DICT_TYPE": "SHARDED_STATE_DICT"} if sharded else {}
-    run_ranks("trainer_ranks.py", 2, name, *words.split(), str(tmp_path / "saved"), **environment)
-    again = ["2", SCRIPTS / "trainer_ranks.py", name, *words.split(), tmp_path / "again", "--resume_from_checkpoint"]
+    run_trainer(2, name, tmp_path / "saved", words, **environment)
+    again = ["2", SCRIPTS / "trainer_ranks.py", name, *words.split(), "--output_dir", tmp_path / "again"]
     for checkpoint in with_planted_files(tmp_path / "saved/checkpoint-1", tmp_path):
         for command in reading(checkpoint, checkpoint, tmp_path / "out"):
             hf_lowprec(*command)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         script = SCRIPTS / "forked_ranks.py"
-        forkserver.run(script, [*map(str, again), str(checkpoint)], timeout=100, **environment)
+        words = [*map(str, again), "--resume_from_checkpoint", str(checkpoint)]
+        forkserver.run(script, words, timeout=100, **environment)
 
 
 def test_shards_of_fsdp2(tmp_path):
     """The manifest lists what every rank has written."""
-    words = "--max_steps 4 --save_strategy steps --save_steps 2 --per_device_train_batch_size 2 --learning_rate 1e-2"
-    options = ["--optim", "adamw_bf16_kahan", "--output_dir", str(tmp_path)]
-    run_ranks("trainer_ranks.py", 2, "fsdp2", *words.split(), *options, STATE_DICT_TYPE="SHARDED_STATE_DICT")
+    run_trainer(2, "fsdp2", tmp_path, FOUR_STEPS, STATE_DICT_TYPE="SHARDED_STATE_DICT")
     last = tmp_path / "checkpoint-4"
     sizes = {path.relative_to(last).as_posix(): path.stat().st_size for path in last.rglob("*") if path.is_file()}
     del sizes[MANIFEST_NAME]
@@ -126,8 +122,8 @@ def test_shards_of_fsdp2(tmp_path):
 
 
 def test_each_machine_has_a_manifest_of_its_own_files(tmp_path):
-    words = "--optim adamw_bf16_kahan --max_steps 1 --save_strategy steps --save_steps 1 --output_dir out"
-    run_ranks("trainer_ranks.py", 2, "ddp", *words.split(), "--save_on_each_node", "True", MACHINES=str(tmp_path))
+    words = "--optim adamw_bf16_kahan --max_steps 1 --save_strategy steps --save_steps 1 --save_on_each_node True"
+    run_trainer(2, "ddp", "out", words, MACHINES=str(tmp_path))
     for rank in (0, 1):
         checkpoint = tmp_path / f"{rank}/out/checkpoint-1"
         files = json.loads((checkpoint / MANIFEST_NAME).read_text())["files"]

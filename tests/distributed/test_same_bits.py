@@ -17,12 +17,12 @@ from hf_lowprec.optim import host_steps
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.rounding.attached_low_bits import attached_low_bits
-from tests.scripts.trainer_ranks import digest, llama, text
+from tests.scripts.trainer_ranks import llama, text
 from tests.support.chosen_cases import one_in_turn
 from tests.support.optim.simulated_copies import simulate_device
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
-from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import on_ranks
+from tests.support.processes.shards import digest, gathered
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -124,7 +124,7 @@ def digests(kinds: str, roundings: str, task: str = "", format: str = "full", fo
             accelerator.save_state(str(Path(folder, rounding)))
         train(*run, range(HALF, 2 * HALF))
         optimizer = wrapped.optimizer
-        found[f"{kind} {rounding}"] = digest(model, optimizer)
+        found[f"{kind} {rounding}"] = digest(model.parameters(), optimizer)
         assert any("exp_avg_code" in state for state in optimizer.state.values()) == rounding.endswith("-int8")
         check_replicas(model, wrapped)
         if rounding.startswith("split"):
@@ -209,7 +209,7 @@ def released(kind: str, rounding: str, limit: float = 0, micro_batches: int = 1,
         train(*run, range(step, step + 1), limit, micro_batches, synced)
         norms += [float(optimizer.grad_norm)] if limit else []
     check_replicas(run[1], run[2])
-    return digest(run[1], optimizer), max(shares), norms
+    return digest(run[1].parameters(), optimizer), max(shares), norms
 
 
 def check_released(kinds: str, roundings: str) -> None:

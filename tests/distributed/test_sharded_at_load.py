@@ -1,6 +1,5 @@
 """Models that transformers shards over a device mesh while loading them: TP, FSDP2, EP and their products."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,7 @@ from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.rank_mean import average_gradients
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import on_ranks
-from tests.support.processes.shards import has_shard_of, shard
+from tests.support.processes.shards import digest, gathered, has_shard_of, local, of_every_rank, shard
 from tests.support.training.tiny_trainer import counting_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -152,13 +151,9 @@ def check_gradients_of_shards(folder: Path, sizes: dict[str, int], accumulation:
                 model.set_requires_gradient_sync(number == 2)
             (model(input_ids=batch, labels=batch).loss / 3).backward()
     for (name, param), reference in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        grad = gathered(param.grad)
         error = (grad.double() - reference.grad.double()).norm() / reference.grad.double().norm()
         assert error < 0.1, (name, float(error))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def change_gradients(module: nn.Module, change: Callable[[str, torch.Tensor], None]) -> None:
@@ -195,9 +190,7 @@ def check_sums(folder: Path, sizes: dict[str, int]) -> None:
 
         change_gradients(module, give)
     model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss.backward()
-    of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, given)
-    errors: dict[torch.dtype, float] = {}
+    of_ranks: list[dict[str, torch.Tensor]] = of_every_rank(given)
     for name, param in model.named_parameters():
         ranks, divisor = summed_over(name, param, sizes)
         addends = torch.stack([of_ranks[rank][name] for rank in ranks]).double()
@@ -209,9 +202,6 @@ def check_sums(folder: Path, sizes: dict[str, int]) -> None:
         of_sum = len(ranks) * (2**-53 if fp32 else 2**-24) * size
         bound = exact.abs() * (2**-24 if fp32 else 2**-8) + of_sum * (1 + 2**-8)
         assert (error <= bound).all(), (name, float((error / bound).max()))
-        errors[param.dtype] = max(errors.get(param.dtype, 0), float(error.norm() / exact.norm()))
-    if dist.get_rank() == 0:
-        print("largest relative errors of a gradient:", errors)
 
 
 def summed_over(name: str, param: nn.Parameter, sizes: dict[str, int]) -> tuple[list[int], int]:
@@ -266,8 +256,7 @@ def check_nonfinite(folder: Path, sizes: dict[str, int]) -> None:
         one = trainer(model, "adamw_bf16_split", **options)
         one.add_callback(CheckSkips())
         one.train()
-        skipped: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(skipped, one.optimizer.optimizer.skipped_steps)
+        skipped = of_every_rank(one.optimizer.optimizer.skipped_steps)
         assert skipped == [1] * dist.get_world_size(), (place, skipped)
         check_replicas(one.model, one.optimizer)
 
@@ -288,8 +277,7 @@ class CheckNorms(TrainerCallback):
     """Compares the norm by which the step clips with that of the gradients, gathered, in FP64."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
-        grads = [param.grad for param in model.parameters()]
-        full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        full = [gathered(param.grad) for param in model.parameters()]
         self.norm = torch.stack([grad.double().square().sum() for grad in full]).sum().sqrt()
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
@@ -298,14 +286,7 @@ class CheckNorms(TrainerCallback):
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Of every rank's parts of weights and states."""
-    own = hashlib.sha256()
-    for param in model.parameters():
-        for tensor in (param, *optimizer.state[param].values()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            own.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    gathered: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(gathered, own.hexdigest())
-    return gathered
+    return of_every_rank(digest(model.parameters(), optimizer, local))
 
 
 def check_trainer(folder: Path, sizes: dict[str, int], optim: str) -> None:
@@ -322,12 +303,12 @@ def check_trainer(folder: Path, sizes: dict[str, int], optim: str) -> None:
     assert "bfloat16" in {str(param.dtype).removeprefix("torch.") for param in one.model.parameters()}
     if sizes.get("tp_size", 1) > 1:
         norm = one.model.get_parameter("model.norm.weight")
-        local = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()
-        before = local.clone()
-        local[3] += dist.get_rank() % 2
+        own = local(norm).detach()
+        before = own.clone()
+        own[3] += dist.get_rank() % 2
         with pytest.raises(RuntimeError, match=r"replicas differ: model\.norm\.weight on rank"):
             check_replicas(one.model)
-        local.copy_(before)
+        own.copy_(before)
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.1, losses
     estimates = hf_lowprec.fp32_state_dict(one.model, one.optimizer)

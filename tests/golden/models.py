@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.golden.exact import Shape, digest, integers, weights
-from tests.support.processes.gathered import gathered
+from tests.support.processes.shards import gathered
 
 MICRO_BATCHES = 4
 

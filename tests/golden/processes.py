@@ -31,8 +31,8 @@ from tests.golden.recording import runs_of
 from tests.golden.steps import ALGORITHMS, OPTIONS
 from tests.support.processes.fork_ranks import fork_ranks
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
+from tests.support.processes.shards import gathered
 
 STEPS = 4
 WRAPPERS = {"one process": Scales, "DDP": DistributedDataParallel, "FSDP2": FSDPModule}

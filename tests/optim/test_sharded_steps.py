@@ -26,7 +26,7 @@ from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_
 from tests.support.chosen_cases import EVERY_CASE, one_in_turn
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import on_ranks
-from tests.support.processes.shards import has_shard_of, shard
+from tests.support.processes.shards import has_shard_of, of_every_rank, shard
 from tests.support.triton_available import require_triton
 
 CASES = {
@@ -195,9 +195,7 @@ def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements) -> None:
     before = part.to_local().clone()
     optimizer = AdamW([part], state_dtype=torch.int8)
     refusal = refusal_of(optimizer.step)
-    refusals = [""] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    assert len(set(refusals)) == 1, refusals
+    assert len(set(of_every_rank(refusal))) == 1, refusal
     assert f"state_dtype=int8: a parameter of shape {shape}" in refusal, refusal
     assert "cuts blocks of 32" in refusal, refusal
     assert torch.equal(part.to_local(), before)

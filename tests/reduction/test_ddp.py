@@ -15,7 +15,13 @@ from hf_lowprec.reduction import BucketAverager, reduce_in_fp32
 from tests.reduction.test_buckets import check_scratch
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import on_ranks
-from tests.support.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
+from tests.support.reduction.numpy_reference import (
+    added,
+    as_tensor,
+    gradients,
+    mean,
+    same_bits,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(5, 3), (1,), (1001,), (2, 2, 9), (64, 4), (7,), (), (33, 3)]
@@ -65,12 +71,6 @@ def record_buckets() -> None:
         return original(self, gradient, is_first, is_last, on_mean)
 
     BucketAverager.__call__ = call
-
-
-def added(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Add as `p.grad` does: the sum is rounded to its dtype."""
-    with np.errstate(all="ignore"):
-        return round_to_bf16(bf16_to_fp32(first) + bf16_to_fp32(second)) if first.dtype == np.uint16 else first + second
 
 
 def check_case(name: str, dtypes: list[torch.dtype], unused: str = "", **options) -> int:

@@ -17,7 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
 from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.ranks import on_ranks
-from tests.support.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
+from tests.support.reduction.numpy_reference import (
+    added,
+    as_tensor,
+    bf16_to_fp32,
+    gradients,
+    mean,
+    round_to_bf16,
+    same_bits,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = MixedPrecisionPolicy(reduce_dtype=FP32)
@@ -71,12 +79,6 @@ class InFunction(Block):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, value, use_reentrant=False)
-
-
-def added(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """A sum rounded to the dtype of both."""
-    with np.errstate(all="ignore"):
-        return round_to_bf16(bf16_to_fp32(first) + bf16_to_fp32(second)) if first.dtype == np.uint16 else first + second
 
 
 def mean_of_replicas(versions: list[np.ndarray], replicas: int = 2) -> np.ndarray:

@@ -17,7 +17,6 @@ With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n
 """
 
 import argparse
-import hashlib
 import json
 import os
 import signal
@@ -36,8 +35,8 @@ from hf_lowprec.optim.param_groups import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from tests.distributed import test_sharded_at_load as sharded_at_load
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
+from tests.support.processes.shards import digest, of_every_rank
 from tests.support.training.counting_text import tokenizer
 
 LENGTH = 32
@@ -68,24 +67,10 @@ def loaded(kind: str, folder: Path) -> torch.nn.Module:
     return sharded_at_load.load(folder, sizes)
 
 
-def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of every weight and every state, gathered if it is sharded."""
-    total = hashlib.sha256()
-    for param in model.parameters():
-        for tensor in (param, *optimizer.state[param].values()):
-            full = gathered(tensor)
-            total.update(str(full.dtype).encode())
-            total.update(full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:16]
-
-
 def digest_of_parts(optimizer: torch.optim.Optimizer) -> str:
     """Of every weight and every state that any rank steps."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    own = digest(torch.nn.ParameterList(params), optimizer)
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return "-".join(everywhere)
+    return "-".join(of_every_rank(digest(params, optimizer)))
 
 
 def zero(stage: int) -> list[str]:
@@ -168,7 +153,7 @@ def main(kind: str, *words: str) -> None:
     if kind.startswith("zero") or ":" in kind:
         found = digest_of_parts(unwrap_optimizer(trainer.optimizer))
     else:
-        found = digest(trainer.model, trainer.optimizer.optimizer)
+        found = digest(trainer.model.parameters(), trainer.optimizer.optimizer)
     if trainer.accelerator.is_main_process:
         print(f"digest={found}")
         for key in ("loss", "grad_norm"):

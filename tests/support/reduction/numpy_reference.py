@@ -43,6 +43,12 @@ def mean(versions: Sequence[np.ndarray], divisor: int | None = None) -> np.ndarr
 
 
 @np.errstate(all="ignore")
+def added(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Add as `p.grad` does: the sum is rounded to the dtype of both."""
+    with np.errstate(all="ignore"):
+        return round_to_bf16(bf16_to_fp32(first) + bf16_to_fp32(second)) if first.dtype == np.uint16 else first + second
+
+
 def mean_in_16_bits(versions: Sequence[np.ndarray]) -> np.ndarray:
     """A mean that is wrong on purpose: BF16 sums that are rounded at every addition."""
     total = versions[0]
