@@ -5,7 +5,6 @@ What is counted in a tensor, against rounding and subtraction of every element.
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -21,6 +20,7 @@ import hf_lowprec
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
 from hf_lowprec.tools import inspection
 from hf_lowprec.tools.inspection import inspect_checkpoints, tensor_facts
+from tests.integrations.export.test_checkpoint_export import accelerate_state
 from tests.support.training.tiny_trainer import LENGTH, arguments, counting_data, llama
 
 BF16 = torch.bfloat16
@@ -177,17 +177,9 @@ def test_fp32_training_that_was_published_in_bf16_is_no_defect(tmp_path):
 
 
 def test_states_of_accelerate(tmp_path):
-    accelerator, model = Accelerator(cpu=True), llama()
+    model = llama()
     model.save_pretrained(tmp_path / "start")
-    hf_lowprec.cast_model(model)
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-3)
-    hf_lowprec.prepare_accelerator(accelerator)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for _ in range(3):
-        accelerator.backward(model(torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.save_state(str(tmp_path / "state"))
+    accelerate_state(tmp_path / "state", model, steps=3)
     found = inspect_checkpoints(str(tmp_path / "start"), str(tmp_path / "state"))
     assert (found.rate, found.findings) == (1e-3, []) and all(row["moved"] > 0 for row in found.parts)
 

@@ -22,17 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, u
 
 def test_metadata_has_nothing_but_what_its_reader_allows(tmp_path):
     """It is a pickle; torch's own reader runs whatever it names."""
-    dtypes = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-    tensors = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in dtypes}
+    names = "float32 bfloat16 float16 int64 int16 int8 uint8 bool"
+    tensors = {name: torch.zeros(2, 3, dtype=getattr(torch, name)) for name in names.split()}
     state = {"tensors": tensors, "groups": [{"lr": 1.0, "betas": (0.9, 0.99), "name": None}]}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     expected = pickle.loads((tmp_path / ".metadata").read_bytes())

@@ -186,14 +186,11 @@ def orpo(saved, tmp_path, optim):
 @pytest.mark.parametrize(
     ("build", "share"),
     [
-        (
-            reward,
-            0.02,
-        ),  # scores of one BF16 number each, of some 0.1: 2^-9 of them, over a loss of 0.7 that hardly falls
+        # Scores of one BF16 number each, of some 0.1: 2^-9 of them, over a loss of 0.7 that hardly falls.
+        (reward, 0.02),
         (kto, 0.005),
-        pytest.param(
-            orpo, 0.0005, marks=pytest.mark.every_case
-        ),  # over two seeds 1.3e-4 at most; 8e-3 where the logits arrive in BF16
+        # Over two seeds 1.3e-4 at most; 8e-3 where the logits arrive in BF16.
+        pytest.param(orpo, 0.0005, marks=pytest.mark.every_case),
     ],
 )
 def test_other_losses_on_preferences(saved, tmp_path, build, share):

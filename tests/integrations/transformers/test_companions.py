@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.training_arguments import check_liger
+from tests.support.training.fp32_weights_at_start import Beginning
 from tests.support.training.liger_patches import liger_patches_undone
 from tests.support.training.tiny_trainer import (
     arguments,
@@ -115,19 +116,12 @@ def test_resuming_is_bit_exact_with_all_that_draws_random_numbers(tmp_path):
 
 def test_weights_saved_alone_are_trained_on(tmp_path):
     """`save_only_model` leaves out the optimizer: a fresh one goes on from the weights, FP32 norms included."""
-    found = {}
-
-    class AtTheStart(TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            found.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
-
     saves = {"optim": OURS, "save_strategy": "steps", "save_steps": 4, "save_only_model": True}
-    whole = trained(tmp_path, max_steps=4, **saves)
+    whole, beginning = trained(tmp_path, max_steps=4, **saves), Beginning()
     assert not list(tmp_path.glob("checkpoint-4/optimizer*"))
-    trained(tmp_path, resume=str(tmp_path / "checkpoint-4"), max_steps=5, callbacks=[AtTheStart()], **saves)
+    trained(tmp_path, resume=str(tmp_path / "checkpoint-4"), max_steps=5, callbacks=[beginning], **saves)
     for name, parameter in whole.model.named_parameters():
-        assert found[name].dtype == parameter.dtype
-        assert torch.equal(found[name], parameter), name
+        assert torch.equal(beginning.estimates[name], parameter.float()), name
 
 
 class Watch(TrainerCallback):

@@ -90,18 +90,6 @@ def test_delayed_clipping_takes_trainers_norm_and_logs_the_steps_own(tmp_path):
     assert not torch.equal(clipped.model.lm_head.weight, never.model.lm_head.weight)
 
 
-@pytest.mark.parametrize("method", nightly_except({"saved_both"}, ["lora", "saved_both", "tokens"]))
-def test_adapters_get_the_same_bits(tmp_path, method):
-    """Frozen weights, copies of modules that are trained whole, tied to a head, and single rows of an embedding."""
-    adapters = pytest.importorskip("tests.support.training.peft_adapters")
-    runs = [
-        trained(tmp_path / args, adapters.adapted(method), optim="adamw_bf16_kahan", optim_args=args, **settings)
-        for args in ("gradient_release=False", RELEASED)
-        for settings in ({"max_grad_norm": 0, "max_steps": 4},)
-    ]
-    assert_same_weights(*runs)
-
-
 def test_nothing_is_stepped_after_training_until_it_begins_again(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args=RELEASED, max_grad_norm=0, max_steps=3)
     weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
