@@ -213,46 +213,44 @@ def test_a_layer_cut_off_by_detach():
     assert "Look for detach()" in finding.message
 
 
-def not_trained(model: nn.Module, params=None) -> tuple[tuple[str, ...], str]:
-    """The tensors and the message of the finding, where the optimizer has `params`, by default those of the model."""
-    finding = only(train(model, lambda trained: hf_lowprec.AdamW(params or trained)), "not_trained")
-    return finding.tensors, finding.message
-
-
-def test_a_model_cut_off_by_detach():
-    model = model_of(None)
+def detach_all_but_the_head(model: nn.Module) -> None:
     model.model.register_forward_hook(
         lambda module, inputs, output: setattr(output, "last_hidden_state", output[0].detach())
     )
-    tensors, message = not_trained(model)
-    assert tensors == tuple(name for name, _ in model.named_parameters() if name != "lm_head.weight")
-    assert "are more than half of all weights" in message
 
 
-def test_a_tensor_with_gradients_of_zero():
-    model = model_of(None)
+def make_gradients_zero(model: nn.Module) -> None:
     model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
-    tensors, message = not_trained(model)
-    assert tensors == ("model.layers.0.mlp.up_proj.weight",)
-    assert "a gradient of zeros in all of 7 measured steps" in message
 
 
-def test_a_tensor_that_the_optimizer_does_not_have():
-    model = model_of(None)
-    tensors, message = not_trained(
-        model, [param for param in model.parameters() if param is not model.model.norm.weight]
-    )
-    assert tensors == ("model.norm.weight",)
-    assert "have gradients but are not among the optimizer's parameters" in message
+def leave_out_a_norm(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param is not model.model.norm.weight]
 
 
-def test_a_tensor_that_was_replaced():
-    model = model_of(None)
+def replace_a_norm(model: nn.Module) -> list[nn.Parameter]:
     old = list(model.parameters())
     model.model.norm.weight = nn.Parameter(torch.ones(32))
-    tensors, message = not_trained(model, old)
-    assert tensors == (f"param_groups[0]['params'][{len(old) - 2}]",)
-    assert "are not in the model. Build the optimizer after" in message
+    return old
+
+
+NAMES = tuple(name for name, _ in llama().named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "tensors", "said"),
+    [
+        (detach_all_but_the_head, NAMES[:-1], "are more than half of all weights"),
+        (make_gradients_zero, ("model.layers.0.mlp.up_proj.weight",), "zeros in all of 7 measured steps"),
+        (leave_out_a_norm, ("model.norm.weight",), "have gradients but are not among the optimizer's parameters"),
+        (replace_a_norm, (f"param_groups[0]['params'][{len(NAMES) - 2}]",), "Build the optimizer after"),
+    ],
+)
+def test_tensors_that_are_not_trained(change, tensors, said):
+    """The optimizer has the parameters that `change` returns, or those of the model."""
+    model = model_of(None)
+    params = change(model)
+    finding = only(train(model, lambda trained: hf_lowprec.AdamW(params or trained)), "not_trained")
+    assert finding.tensors == tensors and said in finding.message
 
 
 @pytest.mark.parametrize("make", [adamw(), lambda params: torch.optim.AdamW(params, lr=1e-1)], ids=["ours", "torch's"])
