@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+import hf_lowprec
 from hf_lowprec.import_hook import when_imported
 from tests.support.processes.ranks import run_script
 
+NEEDS_DEEPSPEED = {"initialize_deepspeed"}
 SOURCE = "NUMBER = 1\n\ndef function():\n    return NUMBER\n"
 
 
@@ -87,11 +89,16 @@ def test_a_module_that_fails_fails_as_always(module, tmp_path):
 @pytest.mark.parametrize(
     "first",
     [
-        "import hf_lowprec; hf_lowprec.save_pretrained",
+        "import hf_lowprec; hf_lowprec.LowPrecisionCallback",
+        *(
+            pytest.param(f"from hf_lowprec import {n}", marks=pytest.mark.every_case)
+            for n in sorted({*hf_lowprec.__all__} - NEEDS_DEEPSPEED)
+        ),
         pytest.param("import hf_lowprec.integrations.transformers.checkpoints.manifest", marks=pytest.mark.every_case),
     ],
 )
 def test_trainer_is_prepared_where_this_package_is_the_first_to_import_it(first):
+    """Of its modules, one that is being imported when Trainer is may be needed for that."""
     code = f"import warnings; warnings.simplefilter('error', RuntimeWarning); {first}\n"
     code += "from transformers import Trainer; print(Trainer.__init__.__globals__['__name__'])"
     assert run_script("imported_anew.py", code) == "hf_lowprec.wrapped_method\n"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.casting.cast import cast_like_trained
@@ -41,6 +41,9 @@ from hf_lowprec.reduction.fsdp2 import Reduction, check_reduction
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.wrapped_method import wrap_method
+
+if TYPE_CHECKING:  # importing it imports `trainer.py`, which needs this module
+    from transformers import Trainer
 
 TRAINERS_CALLBACK = "_hf_lowprec"
 """The attribute of a Trainer that holds the `LowPrecisionCallback` that it was built with."""

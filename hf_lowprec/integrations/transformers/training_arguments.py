@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_lowprec.casting.quantized import holds_quantized_weights, is_quantized
 from hf_lowprec.integrations.adapters import has_adapters
@@ -19,6 +19,9 @@ from hf_lowprec.integrations.transformers.optim_args import optim_args_of, optim
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
+
+if TYPE_CHECKING:  # as in `callback.py`
+    from transformers import Trainer
 
 _REPLACED_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 """Keys of `optim_args` whose value replaces that of a field, which must then have its default or the same value."""

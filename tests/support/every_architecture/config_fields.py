@@ -106,7 +106,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "fastspeech2_conformer_hifigan": {"model_in_dim": 64},  # of the spectrogram
     "levit": {"patch_size": 16},  # a stem of four strided convolutions
     "mamba2": {"num_heads": 8},  # heads times their width is twice the model's width
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # and one with experts
     "reformer": {"axial_pos_shape": [3, 4], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
     "xmod": {"default_language": "en_XX"},
     "blt": {"encoder_hash_byte_group_vocab": 64},
