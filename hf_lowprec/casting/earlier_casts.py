@@ -1,4 +1,4 @@
-"""What was done to a model before: casts, which leave a mark on every module, and what must come after a cast."""
+"""Find earlier casts of a model by the mark that they leave on every module, and preparations that came too early."""
 
 import weakref
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What stays in FP32: the rules, what callers name in `keep_fp32`, and everything tied to it.
+"""Decide what stays in FP32: by rules, by the caller's `keep_fp32`, and because it is tied to such a tensor.
 
 A rule yields the names of modules and tensors of a `ModuleTree`, each with the reason. A module is kept with everything
 below it, and gets hooks that convert its inputs and outputs. A tensor that is kept alone gets none: the code around it

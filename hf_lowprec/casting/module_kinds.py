@@ -1,4 +1,4 @@
-"""What a module is: by its class, and by the code of its `forward`."""
+"""Recognize kinds of modules, such as norms and losses, by their class and by the code of their `forward`."""
 
 import dis
 import inspect

@@ -22,7 +22,7 @@ def has_adapters(model: nn.Module) -> bool:
 def saved_adapters(
     model: Any, state_dict: dict[str, Tensor], left_out: Container[str] = ()
 ) -> dict[str, dict[str, Tensor]]:
-    """What PEFT saves of the adapters of `model` with this state dict: for each adapter, tensors by name."""
+    """The tensors that PEFT saves for each adapter of `model`, by name, taken from `state_dict`."""
     from peft import get_peft_model_state_dict
 
     with warnings.catch_warnings():

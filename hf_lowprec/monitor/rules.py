@@ -1,4 +1,4 @@
-"""What can be wrong with a run, and when a share of it counts as lost.
+"""The faults that a run can have, and the limit above which a share counts as lost.
 
 Whether it is measured during training, read from checkpoints or predicted, the same fault has the same code, words and
 limits.
@@ -222,7 +222,7 @@ class MeasuredRun:
         remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
         if all(group["state_rounding"] != "nearest" for group in self.optimizer.param_groups):
             # Rounded stochastically, only codes of 8 bits cannot decay.
-            shown += ". In 8 bits, it stays too large beside gradients about a million times larger in the same row"
+            shown += ". In 8 bits, it stays too large if gradients in the same row are about a million times larger"
             remedy = "Set state_dtype=exp_avg:int8|exp_avg_sq:bfloat16, also to resume"
         return report("second_moment_frozen", None, shown, remedy)
 

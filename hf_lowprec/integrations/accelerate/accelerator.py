@@ -32,7 +32,7 @@ from hf_lowprec.integrations.carry_low_bits import TakenLowBits, give_low_bits, 
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradients.collector import collector_of
-from hf_lowprec.optim.param_groups import unwrap_optimizer
+from hf_lowprec.optim.param_groups import params_of, unwrap_optimizer
 from hf_lowprec.reduction import fsdp2
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import Reduction, reduce_scatter_in_fp32
@@ -363,7 +363,7 @@ def _clip_grad_norm_(
     ids = set(map(id, parameters))
     ids_with_grad = {id(param) for param in parameters if param.grad is not None}
     for optimizer in private_apis.prepared_optimizers(accelerator):
-        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        stepped = params_of(optimizer)
         if (collector := collector_of(optimizer)) and not ids.isdisjoint(map(id, stepped)):
             if collector.accumulates and not accelerator.sync_gradients:
                 raise RuntimeError(

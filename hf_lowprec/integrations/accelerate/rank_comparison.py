@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_lowprec.integrations.accelerate.private_apis import ignored_by_fsdp2, trains_on_several_ranks
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.reduction import compare_ranks
 from hf_lowprec.reduction.collectives import gather_if_different, gather_objects
 from hf_lowprec.reduction.reduction_status import ReductionStatus
@@ -93,7 +94,7 @@ class RankComparison:
                 **compare_ranks.optimizer_settings(optimizer, names),
             }
         )
-        params = (param for group in optimizer.param_groups for param in group["params"] if param in names)
+        params = (param for param in params_of(optimizer) if param in names)
         # Other optimizers may keep a different part of their state on each rank.
         with_its_state = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
         if with_its_state is not None:

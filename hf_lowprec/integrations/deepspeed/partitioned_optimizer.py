@@ -19,6 +19,7 @@ from hf_lowprec.integrations.deepspeed import private_apis
 from hf_lowprec.integrations.deepspeed.config import check_optimizer
 from hf_lowprec.integrations.deepspeed.private_apis import Partition
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.optim.sharding import FlatPart, part_of, set_flat_part
 from hf_lowprec.optim.state.fp32_weights import fp32_estimator
 from hf_lowprec.optim.step.backend_step import square_sum_of
@@ -80,7 +81,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: LowPrecisionOptimizer, model: nn.Module) -> None:
         check_optimizer(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         super().__init__(params, {})
         self.optimizer = optimizer
         positions = range(len(optimizer.param_groups))
@@ -117,7 +118,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             kept: those that `taken_low_bits` has taken on this rank.
             shapes: of the model's parameters when it was called, by name.
         """
-        parts = [(part, part_of(part)) for part in self._params()]
+        parts = [(part, part_of(part)) for part in params_of(self.optimizer)]
         device = private_apis.device_of(self._zero)
         for name, full in low_bits_of_rank_0(kept, shapes, device):
             for param, part in parts:
@@ -170,7 +171,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         return {
             **self.optimizer.state_dict(),
             PARTS: self._described(),
-            WEIGHTS: [part.detach().clone() for part in self._params()],
+            WEIGHTS: [part.detach().clone() for part in params_of(self.optimizer)],
         }
 
     def check_saved(self, state_dict: Any) -> None:
@@ -211,16 +212,13 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _restore_weights(self) -> None:
         """Undo DeepSpeed's rounding of the FP32 weights that it has loaded: they were saved with what they rounded."""
-        for part, weight in zip(self._params(), self._weights, strict=bool(self._weights)):
+        for part, weight in zip(params_of(self.optimizer), self._weights, strict=bool(self._weights)):
             part.copy_(weight)
         self._weights = []
 
-    def _params(self) -> list[nn.Parameter]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
     def _described(self) -> list[tuple[int, tuple[int, ...], int, int]]:
         described = []
-        for param in self._params():
+        for param in params_of(self.optimizer):
             part = part_of(param)
             described.append((part.number, tuple(part.shape), part.start, param.numel()))
         return described

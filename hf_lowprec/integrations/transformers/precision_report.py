@@ -19,6 +19,7 @@ from hf_lowprec.monitor.byte_counts import (
 )
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
+from hf_lowprec.optim.param_groups import params_of
 from hf_lowprec.optim.state.fp32_weights import initial_values
 from hf_lowprec.optim.state.states import state_tensors
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, dtype_name
@@ -109,7 +110,7 @@ def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
 
 
 def _backends(optimizer: LowPrecisionOptimizer) -> str:
-    devices = {optimizer.state_device(param) for group in optimizer.param_groups for param in group["params"]}
+    devices = set(map(optimizer.state_device, params_of(optimizer)))
     return ", ".join(sorted({expected_backend(optimizer.backend, device) for device in devices}))
 
 

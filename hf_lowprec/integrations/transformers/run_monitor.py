@@ -20,7 +20,7 @@ from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.rules import FAULTS
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.param_groups import unwrap_optimizer
+from hf_lowprec.optim.param_groups import params_of, unwrap_optimizer
 from hf_lowprec.optim.sharding import flat_part, is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -65,7 +65,7 @@ class RunMonitor:
         self._warns = warns
         self._ended = False
         self._monitor: PrecisionMonitor | None = None
-        params = list(_parameters(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else []
+        params = params_of(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else []
         self._ranks_measure_together = across_ranks and any(is_sharded(param) or flat_part(param) for param in params)
         if any(param.dtype in LOW_PRECISION_DTYPES for param in params):
             with self._surviving_errors():
@@ -171,7 +171,7 @@ class LostUpdatesWarning(TrainerCallback):
         self._logs = 0
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         # The steps of our optimizers wait for other ranks, which measure nothing.
-        waits = isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, _parameters(optimizer)))
+        waits = isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, params_of(optimizer)))
         watched = optimizer if state.is_world_process_zero and not waits else None
         self._monitor = RunMonitor(watched, kwargs["model"], across_ranks=False, codes=("updates_lost",))
 
@@ -202,7 +202,3 @@ def add_lost_updates_warning(trainer: Trainer) -> None:
     is_fsdp1 = trainer.is_fsdp_enabled and int(getattr(plugin, "fsdp_version", 1)) == 1
     if not (trainer.is_deepspeed_enabled or is_fsdp1):
         trainer.add_callback(LostUpdatesWarning())
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])

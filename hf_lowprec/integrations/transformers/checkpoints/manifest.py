@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 class Examined(NamedTuple):
-    """What is known of a checkpoint by its manifest.
+    """The result of comparing a checkpoint with its manifest.
 
     Attributes:
         saved: when the manifest was written, in seconds; 0 if there is none, or if it cannot be read.
