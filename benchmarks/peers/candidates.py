@@ -40,10 +40,14 @@ class Candidate:
     copied: bool = False
 
 
-def _ours(mode: str, state_dtype: torch.dtype) -> Candidate:
+def _ours(mode: str, state_dtype: torch.dtype, words: str = "", **more: Any) -> Candidate:
     states = "8-bit" if state_dtype == INT8 else "BF16"
-    build = partial(AdamW, rounding=mode, state_dtype=state_dtype)
-    return Candidate(f"hf_lowprec AdamW, {mode}, {states} states", build, low_bits=mode != "stochastic")
+    build = partial(AdamW, rounding=mode, state_dtype=state_dtype, **more)
+    return Candidate(f"hf_lowprec AdamW, {mode}{words}, {states} states", build, low_bits=mode != "stochastic")
+
+
+def _without_feedback(state_dtype: torch.dtype) -> Candidate:
+    return _ours("stochastic", state_dtype, " without feedback", error_feedback=False)
 
 
 def _flash(name: str, **options: Any) -> Candidate:
@@ -66,9 +70,11 @@ CANDIDATES = (
     _ours("kahan", BF16),
     _ours("split", BF16),
     _ours("stochastic", BF16),
+    _without_feedback(BF16),
     _ours("kahan", INT8),
     _ours("split", INT8),
     _ours("stochastic", INT8),
+    _without_feedback(INT8),
     Candidate("optimi AdamW, Kahan, BF16 states", optimizers.optimi_kahan, package="torch-optimi"),
     Candidate("torchao _AdamW, stochastic, BF16 states", optimizers.torchao_bf16, package="torchao"),
     _torchao_8bit(stochastic=False),

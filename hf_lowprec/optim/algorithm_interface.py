@@ -26,11 +26,20 @@ Step = tuple[Tensor, dict[str, Tensor]]
 Update = Callable[..., Step]
 Formula = Callable[..., Tensor]
 
+_SMALLEST = 2.0**-100
+"""Below this, updates do not change a weight, and nothing is fed back: FP32 could not hold the factor."""
+
+
+def coming_bias_correction(beta: float, step: Any) -> Any:
+    """The bias correction `1/(1-βᵗ)` of the steps after `step`, averaged with weights `βᵏ`, to within 5%."""
+    return 1 / (1 - beta ** (step + 0.5 / (1 - beta)))
+
 
 class Algorithm(torch.optim.Optimizer):
     """Declares the arithmetic that a subclass must define, and the settings that every optimizer has."""
 
     backend: str
+    error_feedback: bool | None = None
     max_grad_norm: float | None
     skip_nonfinite: bool
     gradient_release: bool = False
@@ -49,6 +58,14 @@ class Algorithm(torch.optim.Optimizer):
     factored: ClassVar[Formula | None] = None
     """A static method with the arguments of `update`. Its means over rows and columns are states; `update` gets the
     inverse root of its estimate by them as the product of `state.row_factor` and `state.column_factor`."""
+
+    feed_back: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
+    """Error feedback, a static method: `(error, state, scalars, **options) -> new states`.
+
+    It takes `error`, what stochastic rounding took from the weight in this step, and returns the momentum with which
+    the following steps add it again, in all. `state` has the new states, and `scalars.feedback` is from `feedback`.
+    None: the update is not linear in a momentum.
+    """
 
     arguments: ClassVar[Mapping[str, Argument]] = {}
     """What is valid for the algorithm's own arguments, where neither `COMMON` nor their default says it. Python's call
@@ -105,6 +122,33 @@ class Algorithm(torch.optim.Optimizer):
     def needs_whole_tensors(self, group: ParamGroup) -> bool:
         """Return whether an element's step depends on other elements of its parameter."""
         return bool(self.tensor_means(group)) or self.orthogonalizes(group)
+
+    def momentum_decay(self, group: ParamGroup) -> float:
+        """The decay rate β of the momentum that `feed_back` changes; 0 without one."""
+        return float(group["betas"][0]) if self.feed_back else 0.0
+
+    def feeds_back(self, group: ParamGroup) -> bool:
+        """Return whether rounding errors of the weights in `group` are fed back through the momentum."""
+        mode = MODES.get(group["rounding"])
+        return self.error_feedback is not False and mode is not None and mode.random and self.momentum_decay(group) > 0
+
+    def feedback(self, group: ParamGroup, lr: float, factor: float = 1) -> dict[str, float]:
+        """The scalar `feedback` of `feed_back`, `(1-β)/(a·β)`; empty without error feedback.
+
+        A momentum that decays by β is added `a = lr·factor` times in a step, so it adds `a·β + a·β² + … = 1 / feedback`
+        in the steps to come, if the learning rate stays. If a schedule raises it again from almost zero, that would be
+        too much: so `lr` counts as at least a tenth of the schedule's `initial_lr`.
+
+        Args:
+            group: the parameter group.
+            lr: its learning rate; a number, or an FP64 tensor.
+            factor: see above.
+        """
+        if not self.feeds_back(group):
+            return {}
+        decay, least = self.momentum_decay(group), group.get("initial_lr", 0.0) / 10
+        added = decay * factor * (lr + (least > lr) * (least - lr))
+        return {"feedback": (added > _SMALLEST) / (added * (added > _SMALLEST) + (added <= _SMALLEST)) * (1 - decay)}
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if hyperparameters, each of which is valid by itself, do not go together."""

@@ -189,6 +189,7 @@ class Shared(TypedDict, total=False):
     seed: Annotated[int, Argument(int, 0)]
     first_parameter: Annotated[int | None, Argument(int, ge=0)]
     backend: Annotated[Backend, Argument(get_args(Backend), "auto", per_group=False)]
+    error_feedback: Annotated[bool | None, Argument(bool, per_group=False)]
     max_grad_norm: Annotated[float | None, Argument(float, gt=0, per_group=False)]
     skip_nonfinite: Annotated[bool, Argument(bool, False, per_group=False)]
     gradient_release: Annotated[bool, Argument(bool, False, per_group=False)]

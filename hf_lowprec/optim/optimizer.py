@@ -59,6 +59,10 @@ class LowPrecisionOptimizer(StepStages):
             in the optimizers before it: `first_parameter=sum(map(len, blocks[:k]))`, where `blocks` are the lists of
             parameters.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
+        error_feedback: whether the momentum lets the next steps add what stochastic rounding takes from a weight, so
+            that a weight stays within about a spacing of the exact one, however many steps there are. None: wherever
+            that is possible, with `rounding="stochastic"` and an update that is linear in a momentum. False: nowhere,
+            as in the papers.
         max_grad_norm: clip by the global FP32 norm of all gradients inside the step, without modifying `p.grad`. None
             does not clip.
         skip_nonfinite: skip steps whose gradient norm is not finite, leaving weights and states unchanged;

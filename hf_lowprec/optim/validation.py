@@ -44,6 +44,14 @@ def check_new_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None
     check_group_keys(optimizer, group, where)
     Argument(float, default=0.0, ge=0).check("lr", group["lr"])
     check_group(optimizer, group, where)
+    if optimizer.error_feedback and not optimizer.feeds_back(group):
+        needed = (
+            "an update that is linear in a momentum" if MODES[group["rounding"]].random else "rounding='stochastic'"
+        )
+        raise ValueError(
+            f"error_feedback=True needs {needed}, which {where} of {type(optimizer).__name__} lacks; leave "
+            "it out: errors are fed back wherever that is possible"
+        )
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":
         check_scalars(group, optimizer.scalars(group, float(group["lr"]), 1))
     for param in group["params"]:

@@ -23,7 +23,7 @@ from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.replicas import Replicas, Shape
 
-USED = ("fp32", "autocast", "rounded", "nearest", "sr", "kahan", "split")
+USED = ("fp32", "autocast", "rounded", "nearest", "feedback", "sr", "kahan", "split")
 LANGUAGE = "language"
 
 
@@ -135,7 +135,8 @@ def section(record: dict[str, Any]) -> Section:
     zamirai = "Zamirai et al., abstract"
     claims = (
         ("weights rounded to nearest: worse than FP32", "nearest", "worse", zamirai),
-        ("stochastic: ends where FP32 does", "sr", "equal", zamirai),
+        ("stochastic: ends where FP32 does", "feedback", "equal"),
+        ("stochastic without feedback: ends where FP32 does", "sr", "equal", zamirai),
         ("Kahan: ends where FP32 does", "kahan", "equal", zamirai),
         ("split: ends where FP32 does", "split", "equal"),
         ("BF16 in forward and backward, updates in FP32: ends where FP32 does", "autocast", "equal"),
@@ -143,7 +144,7 @@ def section(record: dict[str, Any]) -> Section:
     )
     rows = [row(*claim) for claim in claims if claim[1] in modes]
     classified = [name for name in names if name != LANGUAGE]
-    for mode in [mode for mode in ("sr", "kahan") if mode in modes and classified]:
+    for mode in [mode for mode in ("feedback", "sr", "kahan") if mode in modes and classified]:
         rows.append(_accuracy_row(MODES[mode].label, [compared(name, mode, "accuracy") for name in classified]))
 
     def table(kind: str, cell: Callable[[Paired], str], first: str, chosen: list[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evidence.experiments.steps import distance, snapshot
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
 from benchmarks.evidence.statistics import exceeds, paired
@@ -19,6 +20,7 @@ from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
 from benchmarks.evidence.training.replicas import Replicas, Shape
+from hf_lowprec import fp32_state_dict
 
 START = "start"
 STALLED = 0.5
@@ -42,7 +44,7 @@ class Settings:
     """
 
     seeds: int = 10
-    modes: tuple[str, ...] = ("fp32", "autocast", "nearest", "sr", "kahan", "split", "split-int8")
+    modes: tuple[str, ...] = ("fp32", "autocast", "nearest", "feedback", "sr", "kahan", "split", "split-int8")
     rates: tuple[float, ...] = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4)
     large_rates: tuple[float, ...] = (1e-3, 4e-3, 8e-3, 0.012, 0.017, 0.024, 0.034, 0.048, 0.068, 0.096, 0.135, 0.19)
     first_steps: int = 5000
@@ -85,8 +87,22 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     training.load(case)
     before = training.validation().tolist()
     after = training.run(last)[-1]["loss"]
+    if kind != "train":
+        exact = fp32_state_dict(model, training.optimizer) if MODES[name].rounding else model.state_dict()
+        snapshot((exact[name] for name, _ in model.named_parameters()), work.path(case, "npy"))
     finite = [loss if np.isfinite(loss) else None for loss in after]
     return {"before": before, "after": finite, "text": data.checksum, "entropy": text.entropy(data)}
+
+
+def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How far the weights are from FP32's after fine-tuning, relative to how far these have moved; of each seed."""
+    found: dict[str, list[float]] = {}
+    for case in (case for case in results if case.startswith("tune") and work.path(case, "npy").exists()):
+        start, exact = work.path(START, "npy"), work.path(f"tune fp32 {case.split()[2]}", "npy")
+        if case.split()[1] != "fp32" and start.exists() and exact.exists():
+            apart, moved = distance(work.path(case, "npy"), exact), distance(start, exact)
+            found[case] = [one / other for one, other in zip(apart, moved, strict=True)]
+    return {"distance": found}
 
 
 def section(record: dict[str, Any]) -> Section:
@@ -130,12 +146,20 @@ def section(record: dict[str, Any]) -> Section:
         f"{found[START]['entropy']:.3f}, the entropy of single bytes. Where FP32 makes no progress, there is nothing "
         "to compare with."
     )
+    apart = record["compared"].get("distance", {})
+    distances = [
+        [MODES[mode].label, *(f"{np.mean(apart[f'tune {mode} {rate:g}']):.3f}" for rate in settings.rates)]
+        for mode in modes
+        if all(f"tune {mode} {rate:g}" in apart for rate in settings.rates)
+    ]
     tables = [
         *(
             f"![{_PICTURE}](../images/evidence-learning-rates{end})"
             for end in (".svg#only-light", "-dark.svg#only-dark")
         ),
         f"Progress in fine-tuning, as a share of FP32's, by rate:\n\n{_table(settings.rates, shares)}",
+        "Distance from FP32's weights after fine-tuning, relative to how far these have moved, by rate:\n\n"
+        + _table(settings.rates, distances),
         f"Final loss of training from random weights, by rate:\n\n{_table(settings.large_rates, ends)}",
     ]
     return Section("Learning rates", words, rows, tables)
@@ -171,4 +195,5 @@ EXPERIMENT = Experiment(
     reference=lambda case: "* fp32 *",
     example="* autocast *,* sr *",
     needs=needs,
+    compare=compare,
 )

@@ -135,7 +135,7 @@ def trained(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
             work.save(case, checkpoint(step + 1, model, optimizer))
     with precision():
         loss = validation(model, sequences)
-    steps.snapshot(model, work.path(case, "npy"))
+    steps.snapshot(params, work.path(case, "npy"))
     work.progress(f"{case}: loss {float(loss.mean()):.4f} ± {float(loss.std()):.4f}")
     one, other = (replica(candidate, settings, rank) for rank in range(2))
     apart = float((one != other).float().mean())

@@ -36,7 +36,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False},
     "autocast": {"bf16": True},
     "nearest": {"bf16": False},
-    **{mode: {"optim": f"adamw_bf16_{mode}"} for mode in ("sr", "kahan", "split")},
+    "feedback": {"optim": "adamw_bf16_sr"},
+    "sr": {"optim": "adamw_bf16_sr", "optim_args": "error_feedback=False"},
+    **{mode: {"optim": f"adamw_bf16_{mode}"} for mode in ("kahan", "split")},
 }
 """Of GRPOConfig, as a user sets them; its default optimizer is torch's AdamW."""
 

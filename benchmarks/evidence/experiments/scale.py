@@ -36,7 +36,7 @@ class Settings:
         lr: the largest rate at a width of 32.
     """
 
-    modes: tuple[str, ...] = ("fp32", "autocast", "split", "sr")
+    modes: tuple[str, ...] = ("fp32", "autocast", "split", "feedback", "sr")
     models: tuple[tuple[int, int, int], ...] = ((32, 3, 10), (56, 3, 10), (84, 3, 6), (136, 4, 4))
     bytes_per_parameter: int = 4
     steps: int = 2000

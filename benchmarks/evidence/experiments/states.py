@@ -17,16 +17,17 @@ from benchmarks.evidence.page import Section, all_equal, describe, markdown_tabl
 from benchmarks.evidence.statistics import paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
-from benchmarks.evidence.training.modes import MODES, Mode
+from benchmarks.evidence.training.modes import MODES, WITHOUT, Mode
 from benchmarks.evidence.training.replicas import Replicas, Shape
 
 _STATES = {"FP32": torch.float32, "BF16": torch.bfloat16, "8-bit": torch.int8}
 WAYS = {
     "fp32": MODES["fp32"],
     **{
-        f"{rounding}-{states}": Mode(f"{rounding}, {states} states", rounding, options={"state_dtype": dtype})
-        for rounding in ("split", "stochastic")
+        f"{name}-{states}": Mode(f"{mode.label}, {states} states", mode.rounding, options={"state_dtype": dtype} | more)
+        for name, key, more in (("split", "split", {}), ("feedback", "feedback", {}), ("stochastic", "sr", WITHOUT))
         for states, dtype in _STATES.items()
+        if (mode := MODES[key])
     },
     "split-BF16-nearest": Mode("split, BF16 states rounded to nearest", "split", options={"state_rounding": "nearest"}),
 }

@@ -63,6 +63,7 @@ def _round(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 INT8 = {"state_dtype": torch.int8}
+WITHOUT = {"error_feedback": False}
 MODES = {
     "fp32": Mode("FP32"),
     "autocast": Mode("FP32 weights, autocast", autocast=True),
@@ -71,6 +72,8 @@ MODES = {
     "split": Mode("split", "split"),
     "split-int8": Mode("split, 8-bit states", "split", options=INT8),
     "kahan": Mode("Kahan", "kahan"),
-    "sr": Mode("stochastic", "stochastic"),
-    "sr-int8": Mode("stochastic, 8-bit states", "stochastic", options=INT8),
+    "feedback": Mode("stochastic", "stochastic"),
+    "feedback-int8": Mode("stochastic, 8-bit states", "stochastic", options=INT8),
+    "sr": Mode("stochastic without feedback", "stochastic", options=WITHOUT),
+    "sr-int8": Mode("stochastic without feedback, 8-bit states", "stochastic", options=INT8 | WITHOUT),
 }

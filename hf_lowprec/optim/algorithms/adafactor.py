@@ -117,7 +117,17 @@ class Adafactor(LowPrecisionOptimizer):
             "decay": lr * group["weight_decay"],
             "beta1": beta1,
             "gain1": 1 - beta1,
+            **self.feedback(group, 1.0),
         }
+
+    def momentum_decay(self, group: ParamGroup) -> float:
+        """`beta1`."""
+        return group["beta1"] or 0.0
+
+    @staticmethod
+    def feed_back(error: Tensor, state: Values, scalars: Values, **options: bool) -> dict[str, Tensor]:
+        """`m' = m - e·(1-β1)/β1`, where `m` is the momentum of updates."""
+        return {"exp_avg": state.exp_avg - error * scalars.feedback}
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
         """The mean squares of the normalized gradient and, with `scale_parameter`, of the weights."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values, coming_bias_correction
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
@@ -72,6 +72,7 @@ class Adam(LowPrecisionOptimizer):
             "root_correction": (1 - beta2**step) ** -0.5,
             "eps": group["eps"],
             "decay": (lr if self.options(group)["decoupled"] else 1) * group["weight_decay"],
+            **self.feedback(group, lr, coming_bias_correction(beta1, step)),
         }
 
     @staticmethod
@@ -89,6 +90,15 @@ class Adam(LowPrecisionOptimizer):
         if amsgrad:
             second = torch.where(exp_avg_sq > state.max_exp_avg_sq, exp_avg_sq, state.max_exp_avg_sq)
             moments["max_exp_avg_sq"] = second
-        denominator = sqrt_rn(second) * scalars.root_correction + scalars.eps
-        change = exp_avg * scalars.step_size / denominator
+        change = exp_avg * scalars.step_size / _denominator(second, scalars)
         return -(change + weight * scalars.decay if decoupled else change), moments
+
+    @staticmethod
+    def feed_back(error: Tensor, state: Values, scalars: Values, amsgrad: bool, **options: bool) -> dict[str, Tensor]:
+        """`m' = m - e·(√v·b + ε)·(1-β1)/(a·β1)`."""
+        second = state.max_exp_avg_sq if amsgrad else state.exp_avg_sq
+        return {"exp_avg": state.exp_avg - error * _denominator(second, scalars) * scalars.feedback}
+
+
+def _denominator(second: Tensor, scalars: Values) -> Tensor:
+    return sqrt_rn(second) * scalars.root_correction + scalars.eps

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
+from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values, coming_bias_correction
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
@@ -77,6 +77,7 @@ class Adan(LowPrecisionOptimizer):
             "root_correction": (1 - beta3**step) ** -0.5,
             "eps": group["eps"],
             "decay": decay * shrink,
+            **self.feedback(group, lr, shrink * coming_bias_correction(beta1, step)),
         }
 
     @staticmethod
@@ -90,11 +91,20 @@ class Adan(LowPrecisionOptimizer):
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_diff = state.exp_avg_diff * scalars.beta2 + diff * scalars.gain2
         exp_avg_sq = state.exp_avg_sq * scalars.beta3 + nesterov_grad * nesterov_grad * scalars.gain3
-        denominator = sqrt_rn(exp_avg_sq) * scalars.root_correction + scalars.eps
-        change = (exp_avg * scalars.step_size + exp_avg_diff * scalars.step_size_diff) / denominator
+        change = exp_avg * scalars.step_size + exp_avg_diff * scalars.step_size_diff
+        change = change / _denominator(exp_avg_sq, scalars)
         return -(change + weight * scalars.decay), {
             "exp_avg": exp_avg,
             "exp_avg_diff": exp_avg_diff,
             "exp_avg_sq": exp_avg_sq,
             "previous_grad": grad,
         }
+
+    @staticmethod
+    def feed_back(error: Tensor, state: Values, scalars: Values) -> dict[str, Tensor]:
+        """`m' = m - e·(√n·b + ε)·(1-β1)/(a·β1)`."""
+        return {"exp_avg": state.exp_avg - error * _denominator(state.exp_avg_sq, scalars) * scalars.feedback}
+
+
+def _denominator(second: Tensor, scalars: Values) -> Tensor:
+    return sqrt_rn(second) * scalars.root_correction + scalars.eps

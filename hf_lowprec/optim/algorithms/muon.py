@@ -136,6 +136,10 @@ class Muon(AdamW):
         """True for groups of matrices."""
         return bool(group["use_muon"])
 
+    def momentum_decay(self, group: ParamGroup) -> float:
+        """`betas[0]` for parameters stepped with AdamW; 0 for matrices, whose steps are not linear in the momentum."""
+        return 0.0 if group["use_muon"] else super().momentum_decay(group)
+
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """The options `use_muon` (parameters are matrices) and `nesterov`, and those of AdamW."""
         muon = {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}

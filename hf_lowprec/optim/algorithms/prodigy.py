@@ -90,7 +90,8 @@ class Prodigy(LowPrecisionOptimizer):
         (beta1, beta2), d0 = group["betas"], group["d0"]
         d: Any = self.param_groups[0].get("d", d0)  # missing while the optimizer is built
         active = (lr > 0) * (1 + 0 * lr)  # 1 or 0, of the dtype of `lr`
-        rate = d * lr * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["use_bias_correction"] else 1)
+        correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["use_bias_correction"] else 1
+        rate = d * lr * correction
         return {
             "active": active,
             "beta1": beta1**active,
@@ -103,6 +104,7 @@ class Prodigy(LowPrecisionOptimizer):
             "step_size": rate,
             "eps": d * group["eps"],
             "decay": rate * group["weight_decay"],
+            **self.feedback(group, lr, d * correction),
         }
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
@@ -128,6 +130,12 @@ class Prodigy(LowPrecisionOptimizer):
         change = exp_avg * scalars.step_size / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.decay
         sums = {"s": _sum_of_gradients(grad, state, scalars), "p0_minus_p": state.p0_minus_p + change}
         return -change, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **sums}
+
+    @staticmethod
+    def feed_back(error: Tensor, state: Values, scalars: Values) -> dict[str, Tensor]:
+        """`m' = m - e·(√v + d·ε)·(1-β1)/(γ·β1)`."""
+        owed = error * (sqrt_rn(state.exp_avg_sq) + scalars.eps) * scalars.feedback
+        return {"exp_avg": state.exp_avg - owed}
 
     def run_step(self, plan: StepPlan) -> None:
         """Step the plan's parameters, and estimate the next d. If all sums of gradients are zero, there is no step."""

@@ -71,9 +71,12 @@ class RAdam(Adam):
         rho_inf, rho = max(rho_inf, _MIN_SMA_LENGTH), rectified * rho + unrectified * _MIN_SMA_LENGTH
         rectification = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
         root_correction = rectified * adam["root_correction"]
+        factor = rectified * rectification + unrectified
+        if "feedback" in adam:
+            adam["feedback"] = adam["feedback"] / factor
         return {
             **adam,
-            "step_size": adam["step_size"] * (rectified * rectification + unrectified),
+            "step_size": adam["step_size"] * factor,
             "root_correction": root_correction,
             "eps": root_correction * group["eps"] + unrectified,
         }

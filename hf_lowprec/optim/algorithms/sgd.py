@@ -75,7 +75,17 @@ class SGD(LowPrecisionOptimizer):
             "momentum": group["momentum"],
             "gain": 1 - group["dampening"] * (1 - 0.0 ** (step - 1)),
             "weight_decay": group["weight_decay"],
+            **self.feedback(group, lr, group["momentum"] if group["nesterov"] else 1),
         }
+
+    def momentum_decay(self, group: ParamGroup) -> float:
+        """`momentum`."""
+        return float(group["momentum"])
+
+    @staticmethod
+    def feed_back(error: Tensor, state: Values, scalars: Values, **options: bool) -> dict[str, Tensor]:
+        """`v' = v - e·(1-μ)/(lr·μ)`, or `v - e·(1-μ)/(lr·μ²)` with Nesterov."""
+        return {"momentum_buffer": state.momentum_buffer - error * scalars.feedback}
 
     @staticmethod
     def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values, momentum: bool, nesterov: bool) -> Step:

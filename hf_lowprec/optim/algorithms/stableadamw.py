@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values, coming_bias_correction
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
@@ -67,6 +67,7 @@ class StableAdamW(LowPrecisionOptimizer):
             # At least the smallest normal FP32 number, because 0/0 would make the mean NaN and undo the clipping.
             "min_exp_avg_sq": max(group["eps"] ** 2, 2.0**-126),
             "weight_decay": group["weight_decay"],
+            **self.feedback(group, lr, (1 - beta1**step) * coming_bias_correction(beta1, step)),
         }
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
@@ -84,10 +85,21 @@ class StableAdamW(LowPrecisionOptimizer):
         """`u = -η·(m / (√v + ε) + wd·w)`, with `η = lr / max(1, RMS)` and `RMS = √mean(g² / max(v, ε²))`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = _second_moment(grad, state, scalars)
-        rms = sqrt_rn(scalars.mean_square)
-        step_size = scalars.lr / torch.where(rms > 1.0, rms, 1.0)
+        step_size = scalars.lr / _divisor(scalars)
         change = exp_avg / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.weight_decay
         return -(change * step_size), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    @staticmethod
+    def feed_back(error: Tensor, state: Values, scalars: Values) -> dict[str, Tensor]:
+        """`m' = m - e·(√v + ε)·(1-β1)/(η·β1)`."""
+        owed = error * (sqrt_rn(state.exp_avg_sq) + scalars.eps) * _divisor(scalars)
+        return {"exp_avg": state.exp_avg - owed * scalars.feedback}
+
+
+def _divisor(scalars: Values) -> Tensor:
+    """What divides the learning rate: `max(1, RMS)`."""
+    rms = sqrt_rn(scalars.mean_square)
+    return torch.where(rms > 1.0, rms, 1.0)
 
 
 def _second_moment(grad: Tensor, state: Values, scalars: Values) -> Tensor:

@@ -145,7 +145,13 @@ def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
     """What shapes the steps, of all groups and of each, apart from parameters. Learning rates may change."""
     of_groups = (
-        (len(group["params"]), _GROUP_SETTINGS(group), group.get("first_parameter") or 0, optimizer.options(group))
+        (
+            len(group["params"]),
+            _GROUP_SETTINGS(group),
+            group.get("first_parameter") or 0,
+            optimizer.options(group),
+            optimizer.feeds_back(group),
+        )
         for group in optimizer.param_groups
     )
     return [(optimizer.backend, clipped, optimizer.skip_nonfinite), *of_groups]

@@ -54,6 +54,9 @@ def fused_step(
         new_weight = loaded + update
     else:
         new_weight, auxiliary = MODES[spec.rounding].add(loaded, update, state, draw, spec.param_dtype)
+        if spec.feed_back:
+            values = SimpleNamespace(**{**decoded, **new_state}), SimpleNamespace(**scalars)
+            new_state = new_state | spec.feed_back(loaded + update - new_weight, *values, **dict(spec.options))
         new_state = {**new_state, **auxiliary}
     rounded: dict[str, Tensor] = {}
     for stored in spec.states:

@@ -5,10 +5,12 @@ A `KernelSpec` is hashable: backends compile one kernel per spec, and parameters
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim.algorithm_interface import Formula, Update
@@ -44,6 +46,7 @@ class KernelSpec:
         orthogonalizes: whether `update` takes `state.orthogonalized` and `scalars.lr_scale`.
         factored: an elementwise formula, whose means over rows and columns give the factors that other formulas take as
             `state.row_factor` and `state.column_factor`, see `whole_tensor_quantities.py`; None if there are none.
+        feed_back: the algorithm's `feed_back`, if rounding errors of the parameter are fed back.
     """
 
     update: Update
@@ -58,6 +61,7 @@ class KernelSpec:
     tensor_means: tuple[tuple[str, Formula], ...] = ()
     orthogonalizes: bool = False
     factored: Formula | None = None
+    feed_back: Callable[..., dict[str, Tensor]] | None = None
 
     @cached_property
     def host_scalars(self) -> tuple[str, ...]:

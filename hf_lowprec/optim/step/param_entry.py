@@ -21,6 +21,7 @@ from hf_lowprec.optim.sharding import is_sharded, local_shard, placements_of_mea
 from hf_lowprec.optim.state.fp32_weights import start_with_low_bits, states_of_other_modes
 from hf_lowprec.optim.state.states import state_tensors, zeros_apart
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR, KernelSpec
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bits
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
@@ -115,6 +116,7 @@ class ParamEntry:
     def spec(self, optimizer: Algorithm, clipped: bool) -> KernelSpec:
         """How `optimizer` steps it; `clipped` says whether gradients are."""
         group = self.group
+        feeds_back = self.param.dtype in LOW_PRECISION_DTYPES and optimizer.feeds_back(group)
         return KernelSpec(
             update=type(optimizer).update,
             options=tuple(sorted(optimizer.options(group).items())),
@@ -128,6 +130,7 @@ class ParamEntry:
             tensor_means=tuple(optimizer.tensor_means(group).items()),
             orthogonalizes=optimizer.orthogonalizes(group),
             factored=optimizer.factored if self.means else None,
+            feed_back=optimizer.feed_back if feeds_back else None,
         )
 
     def check_memory(self, what: str, part: Tensor) -> None:
