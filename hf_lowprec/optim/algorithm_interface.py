@@ -130,7 +130,8 @@ class Algorithm(torch.optim.Optimizer):
     def feeds_back(self, group: ParamGroup) -> bool:
         """Return whether rounding errors of the weights in `group` are fed back through the momentum."""
         mode = MODES.get(group["rounding"])
-        return self.error_feedback is not False and mode is not None and mode.random and self.momentum_decay(group) > 0
+        possible = mode is not None and mode.random and 0 < self.momentum_decay(group) < 1
+        return possible and self.error_feedback is not False
 
     def feedback(self, group: ParamGroup, lr: float, factor: float = 1) -> dict[str, float]:
         """The scalar `feedback` of `feed_back`, `(1-β)/(a·β)`; empty without error feedback.
@@ -147,7 +148,7 @@ class Algorithm(torch.optim.Optimizer):
         if not self.feeds_back(group):
             return {}
         decay, least = self.momentum_decay(group), group.get("initial_lr", 0.0) / 10
-        added = decay * factor * (lr + (least > lr) * (least - lr))
+        added = decay * factor * (lr > 0) * (lr + (least > lr) * (least - lr))
         return {"feedback": (added > _SMALLEST) / (added * (added > _SMALLEST) + (added <= _SMALLEST)) * (1 - decay)}
 
     def check_hyperparameters(self, group: ParamGroup) -> None:

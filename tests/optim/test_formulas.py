@@ -16,7 +16,7 @@ from hf_lowprec import optimizer_factory
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.state.states import dtype_in, value_in
 from hf_lowprec.rounding import join
-from tests.support.optim.formulas import EPS, FORMULAS
+from tests.support.optim.formulas import EPS, FORMULAS, momentum_for
 
 BF16, FP16, FP32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 SHAPES = [(20, 33), (8, 64), (7,), (), (2, 3, 4), (0, 5)]
@@ -148,18 +148,23 @@ def assert_step(optimizer: torch.optim.Optimizer, step: int, grads: list[Tensor]
     factor = min(1.0, (optimizer.max_grad_norm or math.inf) / (norm + 1e-6))
     before, used = [stored(optimizer, param) for param in params], dict(group)
     optimizer.step()
-    after, exact = [stored(optimizer, param) for param in params], []
-    for grad, (weight, _, old), (*_, new) in zip(grads, before, after, strict=True):
+    after, exact, fed_back, algorithm = [stored(optimizer, param) for param in params], [], [], type(optimizer).__name__
+    for grad, (weight, _, old), (new_weight, _, new) in zip(grads, before, after, strict=True):
         state = {name: torch.zeros_like(value) for name, value in new.items()} | old
-        exact.append(FORMULAS[type(optimizer).__name__](weight, grad.double() * factor, state, step, used))
+        formula, states = FORMULAS[algorithm](weight, grad.double() * factor, state, step, used)
+        momentum, share = momentum_for(algorithm, states, grad.double() * factor, step, used)
+        if momentum:
+            states = states | {momentum: states[momentum] - (formula - new_weight) * share}
+        exact.append((formula, states))
+        fed_back.append((momentum, share))
     size = largest(*(new.nan_to_num() - old for (new, _), (old, *_) in zip(exact, before, strict=True)))
     sizes = defaultdict(float)
     for (_, states), (*_, stored_before) in zip(exact, before, strict=True):
         for name, value in states.items():
             sizes[name] = max(sizes[name], largest(value, stored_before.get(name, value)))
     stochastic_states = group["state_rounding"] == "stochastic"
-    for param, (weight, low, _), (new_weight, new_low, new), (formula, states) in zip(
-        params, before, after, exact, strict=True
+    for param, (weight, low, _), (new_weight, new_low, new), (formula, states), (momentum, share) in zip(
+        params, before, after, exact, fed_back, strict=True
     ):
         assert new.keys() >= states.keys()
         noise = EPS * (24 * size + 2 * (weight.abs() + low.abs() + (formula - weight).abs()))
@@ -169,9 +174,10 @@ def assert_step(optimizer: torch.optim.Optimizer, step: int, grads: list[Tensor]
         if "compensation" in optimizer.state[param]:
             rounded_stochastically(new_low, target - new_weight, BF16, stochastic_states, noise)
         for name, value in states.items():
-            noise = 16 * EPS * sizes[name] + 2.0**-40 * size  # and scalars in FP64
+            of_state = 16 * EPS * sizes[name] + 2.0**-40 * size  # and scalars in FP64
+            of_state += noise * share if name == momentum else 0.0
             stochastic = stochastic_states and name not in NEVER_STOCHASTIC
-            if rounded_stochastically(new[name], value, dtype_in(optimizer.state[param], name), stochastic, noise):
+            if rounded_stochastically(new[name], value, dtype_in(optimizer.state[param], name), stochastic, of_state):
                 found.add(name)
     return found
 

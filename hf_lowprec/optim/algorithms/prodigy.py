@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values
+from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values, coming_bias_correction
 from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.step.step_plan import StepPlan
@@ -90,8 +90,9 @@ class Prodigy(LowPrecisionOptimizer):
         (beta1, beta2), d0 = group["betas"], group["d0"]
         d: Any = self.param_groups[0].get("d", d0)  # missing while the optimizer is built
         active = (lr > 0) * (1 + 0 * lr)  # 1 or 0, of the dtype of `lr`
-        correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["use_bias_correction"] else 1
-        rate = d * lr * correction
+        corrects = group["use_bias_correction"]
+        correction2 = (1 - beta2**step) ** 0.5 if corrects else 1
+        rate = d * lr * (correction2 / (1 - beta1**step) if corrects else 1)
         return {
             "active": active,
             "beta1": beta1**active,
@@ -104,7 +105,7 @@ class Prodigy(LowPrecisionOptimizer):
             "step_size": rate,
             "eps": d * group["eps"],
             "decay": rate * group["weight_decay"],
-            **self.feedback(group, lr, d * correction),
+            **self.feedback(group, lr, d * correction2 * (coming_bias_correction(beta1, step) if corrects else 1)),
         }
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -63,20 +65,26 @@ class RAdam(Adam):
         Otherwise the denominator is 1. The case is selected by factors of 0 and 1, because `step` may be a tensor.
         """
         adam = super().scalars(group, lr, step)
-        beta2 = group["betas"][1]
-        rho_inf = 2 / (1 - beta2) - 1
-        rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
-        rectified = (rho > _MIN_SMA_LENGTH) * 1.0
+        beta1, beta2 = group["betas"]
+        rectified, rectification = _rectification(beta2, step)
         unrectified = 1 - rectified
-        rho_inf, rho = max(rho_inf, _MIN_SMA_LENGTH), rectified * rho + unrectified * _MIN_SMA_LENGTH
-        rectification = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
         root_correction = rectified * adam["root_correction"]
-        factor = rectified * rectification + unrectified
         if "feedback" in adam:
-            adam["feedback"] = adam["feedback"] / factor
+            # None in the first steps: those after them would multiply it, with other denominators.
+            _, coming = _rectification(beta2, step + 1 / (1 - beta1))
+            adam["feedback"] = rectified * adam["feedback"] / coming
         return {
             **adam,
-            "step_size": adam["step_size"] * factor,
+            "step_size": adam["step_size"] * (rectified * rectification + unrectified),
             "root_correction": root_correction,
             "eps": root_correction * group["eps"] + unrectified,
         }
+
+
+def _rectification(beta2: float, step: Any) -> tuple[Any, Any]:
+    """Whether `step` is rectified, 1 or 0, and by which factor."""
+    rho_inf = 2 / (1 - beta2) - 1
+    rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
+    rectified = (rho > _MIN_SMA_LENGTH) * 1.0
+    rho_inf, rho = max(rho_inf, _MIN_SMA_LENGTH), rectified * rho + (1 - rectified) * _MIN_SMA_LENGTH
+    return rectified, ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5

@@ -143,3 +143,65 @@ FORMULAS = {name: of_torch(name) for name in ("Adam", "AdamW", "RAdam", "SGD")}
 FORMULAS |= {"Adafactor": of_paper(adafactor), "Adan": of_paper(adan), "Lion": of_paper(lion)}
 FORMULAS |= {"Prodigy": of_paper(prodigy), "ScheduleFreeAdamW": of_paper(schedule_free_adamw)}
 FORMULAS |= {"StableAdamW": of_paper(stable_adamw)}
+
+# Error feedback.
+
+
+def coming_corrections(beta: float, t: int) -> float:
+    """The bias correction `1/(1-βᵗ)` at the middle of the coming steps; the exact average is within 5% of it."""
+    return 1 / (1 - beta ** (t + 0.5 / (1 - beta)))
+
+
+def adams(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
+    second, (beta1, beta2) = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"], group["betas"]
+    return group["lr"] * coming_corrections(beta1, t) / ((second / (1 - beta2**t)).sqrt() + group["eps"])
+
+
+def radams(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
+    """Nothing in its first phase, which divides by nothing, so that nobody knows what the steps after it will add."""
+    beta1, beta2 = group["betas"]
+    longest = 2 / (1 - beta2) - 1
+    length, coming = (longest - 2 * k * beta2**k / (1 - beta2**k) for k in (t, t + 1 / (1 - beta1)))
+    if length <= 5:
+        return torch.full_like(grad, torch.inf)
+    rectified = (coming - 4) * (coming - 2) * longest / ((longest - 4) * (longest - 2) * coming)
+    denominator = (state["exp_avg_sq"].sqrt() + group["eps"]) / (1 - beta2**t) ** 0.5
+    return group["lr"] * coming_corrections(beta1, t) * rectified**0.5 / denominator
+
+
+def adans(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
+    beta1, _, beta3 = group["betas"]
+    shrink = 1 if group["no_prox"] else 1 / (1 + group["lr"] * group["weight_decay"])
+    denominator = (state["exp_avg_sq"] / (1 - beta3**t)).sqrt() + group["eps"]
+    return group["lr"] * shrink * coming_corrections(beta1, t) / denominator
+
+
+def prodigys(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
+    (beta1, beta2), d = group["betas"], group["d"]
+    correction = (1 - beta2**t) ** 0.5 * coming_corrections(beta1, t) if group["use_bias_correction"] else 1
+    return d * group["lr"] * correction / (state["exp_avg_sq"].sqrt() + d * group["eps"])
+
+
+def stable_adamws(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
+    """Its decay rate is `β·(1-βᵏ⁻¹)/(1-βᵏ)`, so that `n` steps leave `βⁿ·(1-βᵗ)/(1-βᵗ⁺ⁿ)` of the momentum."""
+    beta1, root = group["betas"][0], state["exp_avg_sq"].sqrt()
+    clipped = max(1.0, rms(grad / root.clamp(min=group["eps"])))
+    return group["lr"] / clipped * (1 - beta1**t) * coming_corrections(beta1, t) / (root + group["eps"])
+
+
+def sgds(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
+    return torch.full_like(grad, group["lr"] * (group["momentum"] if group["nesterov"] else 1))
+
+
+ADDED = {"Adam": adams, "AdamW": adams, "RAdam": radams, "Adan": adans, "Prodigy": prodigys, "SGD": sgds}
+ADDED |= {"StableAdamW": stable_adamws, "Adafactor": lambda state, grad, t, group: torch.ones_like(grad)}
+"""By algorithm: what a momentum of -1 adds to a weight in a coming step, on average over these steps."""
+
+
+def momentum_for(name: str, state: States, grad: Tensor, t: int, group: dict[str, Any]) -> tuple[str, Tensor | float]:
+    """A momentum's name, and how much of it adds -1 in all, with which error feedback multiplies; 0 without it."""
+    decay = group["betas"][0] if "betas" in group else group["momentum"] if name == "SGD" else group.get("beta1")
+    if not decay or name not in ADDED or group["rounding"] != "stochastic":
+        return "", 0.0
+    added = ADDED[name](state, grad, t, group | {"lr": float(group["lr"])})
+    return "momentum_buffer" if name == "SGD" else "exp_avg", (1 - decay) / decay / added
