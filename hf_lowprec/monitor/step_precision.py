@@ -2,7 +2,8 @@
 
 With `u` the change of a weight that the algorithm computed, and `Δ` the change of what is stored of it (the weight,
 plus the compensation if it has one), `Σ u·Δ / Σ u²` is the share of the changes that is stored. It is the slope of a
-regression of `Δ` on `u` without intercept. A lost share has two standard errors, of which the larger one is reported:
+regression of `Δ` on `u` without intercept. With error feedback, `u` includes what the momentum pays back. A lost share
+has two standard errors, of which the larger one is reported:
 
 - The one seen: that of the slope, whose residuals `e = Δ - u` have no common variance: `√Σ u²e² / Σ u²`.
 - The one that unbiased rounding would have: it rounds `u` to a neighbour at a distance of up to one spacing `s`, with
@@ -144,7 +145,7 @@ class StepPrecision:
     | `lost_second_moment` | share of the decay of second moments that rounding lost |
     | `lost_weight_decay` | share of the weight decay that rounding lost, over the last measurements |
     | `never_moved` | share of weights whose value, low bits included, is what it was when training began |
-    | `update_to_weight` | root mean square of the update over that of the weight |
+    | `update_to_weight` | root mean square of the update, with what error feedback pays back, over that of the weight |
     | `changed` | with an optimizer of another library: share of the weights with a gradient that the step changed |
 
     The first three have a standard error each, such as `lost_updates_error`. Numbers that do not apply are absent.

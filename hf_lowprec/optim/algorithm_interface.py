@@ -28,6 +28,8 @@ Formula = Callable[..., Tensor]
 
 _SMALLEST = 2.0**-100
 """Below this, updates do not change a weight, and nothing is fed back: FP32 could not hold the factor."""
+LEAST_RATE = 0.1
+"""The share of a schedule's `initial_lr` below which rounding errors are not fed back in full."""
 
 
 def coming_bias_correction(beta: float, step: Any) -> Any:
@@ -138,7 +140,7 @@ class Algorithm(torch.optim.Optimizer):
 
         A momentum that decays by β is added `a = lr·factor` times in a step, so it adds `a·β + a·β² + … = 1 / feedback`
         in the steps to come, if the learning rate stays. If a schedule raises it again from almost zero, that would be
-        too much: so `lr` counts as at least a tenth of the schedule's `initial_lr`.
+        too much: so `lr` counts as at least `LEAST_RATE` of the schedule's `initial_lr`.
 
         Args:
             group: the parameter group.
@@ -147,7 +149,7 @@ class Algorithm(torch.optim.Optimizer):
         """
         if not self.feeds_back(group):
             return {}
-        decay, least = self.momentum_decay(group), group.get("initial_lr", 0.0) / 10
+        decay, least = self.momentum_decay(group), LEAST_RATE * group.get("initial_lr", 0.0)
         added = decay * factor * (lr > 0) * (lr + (least > lr) * (least - lr))
         return {"feedback": (added > _SMALLEST) / (added * (added > _SMALLEST) + (added <= _SMALLEST)) * (1 - decay)}
 

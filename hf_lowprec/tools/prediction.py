@@ -13,8 +13,21 @@ Here the expectation is taken over a sample of directions, which need not be Gau
 
 **Stochastic rounding** loses nothing. Rounding `u` to a multiple of `s` adds noise of variance `s²·f·(1-f)`, where `f`
 is the fractional part of `u/s`: about `s·|u|` for small updates. The noise of different steps is independent, so its
-variances add up. So do those of the displacement that the updates themselves cause, `Σ_t E[u_t²]·persistence`. The
-ratio of the two sums' roots is the *noise* of a run.
+variances `v_t` add up. So do those of the displacement that the updates themselves cause, `Σ_t E[u_t²]·persistence`.
+The ratio of the two sums' roots is the *noise* of a run.
+
+**Error feedback** (`Algorithm.feed_back`) pays back `1-β` of what is owed in every step. So what is owed follows
+`O' = β·O + e`, with the rounding error `e`, and has the variance `E[e²]/(1-β²)`:
+
+- Errors of the updates give `v/(1-β²)`, with the mean `v` of `v_t`.
+- Payments are rounded as well. If the exact weight is at a fraction `φ` of its spacing, the stored one jumps up with
+  probability `(1-β)·φ`, and down with `(1-β)·(1-φ)`. So it is up with probability `φ`: it is the exact weight, rounded
+  stochastically once, with variance `s²·φ·(1-φ)`. Weights begin on the grid, so `φ` is the fractional part of the
+  displacement over `s`. If that is large, the mean is `s²/6`.
+- Where the learning rate is below `LEAST_RATE` of its peak, only a share `p` is paid back. Payments to payments make
+  `1/(1-p)` errors of one, of each of which `1-p` is never paid back: together `(1-p)·v_t`.
+
+The noise is the sum of the three, and never more than `Σ_t v_t`.
 
 All of it depends on a weight's spacing alone, the distance to the next BF16 number, and that on its exponent. So a
 histogram of 256 counts replaces a tensor.
@@ -35,6 +48,8 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import LazyTensors
 from hf_lowprec.monitor.rules import LOST
+from hf_lowprec.monitor.step_precision import unbiased_variance
+from hf_lowprec.optim.algorithm_interface import LEAST_RATE
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
 from hf_lowprec.tensor_names import parameter_kinds
@@ -50,7 +65,7 @@ PREDICTED_MODES = {"nearest": (1.0, False), "stochastic": (1.0, True), "split": 
 MUCH_NOISE = 10.0
 """Too much. With up to 7 times as much noise as updates move weights, fine-tuning makes 93% and more of FP32's
 progress, with 12 times 91%, with 21 times 87%, with 37 times 41%; with 4 times, reinforcement learning earns what FP32
-does (`docs/performance/evidence.md`, learning rates and reinforcement learning)."""
+does, all without error feedback (`docs/performance/evidence.md`, learning rates and reinforcement learning)."""
 SOME_NOISE = 0.5
 """Up to here stochastic rounding is recommended: weights then move 12% further than their updates move them (√1.25)."""
 EVALUATED_STEPS = 256
@@ -217,7 +232,8 @@ def noise_directions(algorithm: str, betas: tuple[float, float]) -> Directions:
     if algorithm == _LION:
         return Directions(torch.ones(1, dtype=torch.float64), 0.0, _lion_persistence(*betas))
     size = math.sqrt((1 - betas[0]) / (1 + betas[0]))  # root mean square after many steps
-    return Directions(size * _half_normal_sample(), betas[0] if algorithm in _ADAMS else 0.0, 1 / size**2)
+    grows = betas[0] if algorithm in _ADAMS else 0.0
+    return Directions(size * _half_normal_sample(), grows, 1 / size**2, feedback=betas[0])
 
 
 def _lion_persistence(beta1: float, beta2: float) -> float:
@@ -275,11 +291,13 @@ class Directions(NamedTuple):
         sample: absolute values of directions, equally likely, of both signs (FP64).
         beta1: the decay rate from which `growth` follows; 0 if directions have their final size from the first step.
         persistence: the variance of a sum of directions over many steps, per step, relative to that of a single one.
+        feedback: the decay rate of the momentum through which rounding errors are fed back; 0 if they are not.
     """
 
     sample: Tensor
     beta1: float
     persistence: float
+    feedback: float = 0.0
 
     def growth(self, steps: Tensor) -> Tensor:
         """The size of directions in each of `steps`, counted from 1, relative to that after many steps."""
@@ -331,7 +349,7 @@ def round_updates(
         counts: how many weights have which spacing (see `count_spacings`), one row for each weight decay.
         directions: of the updates.
         learning_rates: in each of `steps`.
-        steps: counted from 1.
+        steps: counted from 1; evenly spaced up to the last of the run.
         weight_decays: decoupled, and part of the same update; 0 if it is a separate operation.
         quantum: the spacing of what is stored, relative to the weight's.
         stochastic: whether it is rounded stochastically, or to nearest.
@@ -340,17 +358,20 @@ def round_updates(
         Sums over the weights, for each step.
     """
     rates = torch.tensor(learning_rates, dtype=torch.float64)[:, None]
+    paid = (rates[:, 0] / (LEAST_RATE * rates.max())).nan_to_num().clamp(max=1) * (directions.feedback > 0)
+    moved = directions.sample * (rates.square().mean() * steps[-1] * directions.persistence).sqrt()
     sample = directions.sample * directions.growth(torch.tensor(steps, dtype=torch.float64))[:, None]
     total = torch.zeros(4, len(steps), dtype=torch.float64)
-    spacings, sizes = spacings_by_exponent(torch.bfloat16) * quantum, magnitudes()
+    spacings, sizes, one = spacings_by_exponent(torch.bfloat16) * quantum, magnitudes(), total.new_ones(())
     for row, exponent in counts.nonzero().tolist():
         decay, spacing = weight_decays[row] * sizes[exponent], spacings[exponent]
         updates = rates / spacing * (torch.cat((sample + decay, decay - sample), dim=1) if decay else sample)
         square, variance = updates.square().mean(1), torch.zeros(len(steps), dtype=torch.float64)
         stored = square
         if stochastic:
-            fraction = updates - updates.floor()
-            variance = (fraction - fraction.square()).mean(1)
+            variance = unbiased_variance(updates, one).mean(1)
+            owed = unbiased_variance(moved / spacing, one).mean() + variance / (1 - directions.feedback**2)
+            variance = torch.minimum(variance, variance * (1 - paid) + owed / steps[-1])
         else:
             stored = (updates * updates.round()).mean(1)
         displacement = (rates / spacing * directions.sample).square().mean(1) * directions.persistence

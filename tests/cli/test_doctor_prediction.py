@@ -28,7 +28,9 @@ def rows(result) -> dict[str, list[str]]:
         (["--optim", "adamw_bf16_split"], 0),
         (["--optim", "adamw_bf16_kahan"], 0),
         (["--optim", "adamw_bf16_sr"], 0),
-        (["--optim", "adamw_bf16_sr", "--lr", 1e-7], 1),  # noise
+        (["--optim", "adamw_bf16_sr", "--lr", 1e-7], 0),
+        (["--optim", "adamw_bf16_sr", "--lr", 1e-8], 1),  # noise
+        (["--optim", "lion_bf16_sr", "--lr", 1e-8], 1),  # without error feedback
     ],
 )
 def test_the_optimizer_decides_the_exit_status(model, options, status):

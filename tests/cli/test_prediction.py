@@ -4,6 +4,7 @@ neighbors, the sizes of updates are those of optimizers on noise, and losses and
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LinearLR
 from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
@@ -21,7 +22,7 @@ from hf_lowprec.tools.prediction import (
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 BETAS = {"adamw": (0.9, 0.999), "adam": (0.8, 0.999), "stableadamw": (0.9, 0.999), "lion": (0.9, 0.99)}
-CLASSES = {"adamw": "AdamW", "adam": "Adam", "stableadamw": "StableAdamW", "lion": "Lion"}
+CLASSES = {"adamw": "AdamW", "adam": "Adam", "stableadamw": "StableAdamW", "lion": "Lion", "adafactor": "Adafactor"}
 
 
 def plan(optim="adamw_torch", lr=1e-3, scheduler="linear", warmup=0, wd=0.0):
@@ -171,6 +172,14 @@ def test_persistence_is_the_variance_of_the_displacement(algorithm):
     assert measured == pytest.approx(predicted, rel=0.25 if algorithm == "lion" else 0.12)
 
 
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_the_momentum_that_feeds_errors_back_is_the_optimizers(algorithm):
+    betas = BETAS.get(algorithm, (0.7, 0.0))
+    options = {"beta1": betas[0]} if algorithm == "adafactor" else {"betas": betas}
+    optimizer = getattr(hf_lowprec, CLASSES[algorithm])([torch.zeros(1, requires_grad=True)], **options)
+    assert noise_directions(algorithm, betas).feedback == optimizer.momentum_decay(optimizer.param_groups[0])
+
+
 @pytest.mark.parametrize("rate", [1e-3, 2e-4, 1e-5])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_nearest_loses_what_torchs_rounding_loses(rate, decay):
@@ -189,20 +198,27 @@ def test_nearest_loses_what_torchs_rounding_loses(rate, decay):
     assert rounded.lost == pytest.approx(measured, abs=0.02)
 
 
-def trained_on_noise(rounding: str, lr: float, steps: int = 200) -> tuple[torch.Tensor, float, float]:
+def trained_on_noise(
+    rounding: str, lr: float, steps: int = 200, end: float = 1.0, error_feedback: bool | None = None
+) -> tuple[torch.Tensor, float, float]:
     """A BF16 weight before AdamW steps on noise; the lost updates of the last step; and how far the weight, with its
-    remainder, is then from its FP32 twin, relative to how far that has moved."""
+    remainder, is then from its FP32 twin, relative to how far that has moved. `lr` ends at `end` times its value."""
     torch.manual_seed(0)
-    start = (0.02 * torch.randn(20_000)).bfloat16()
+    elements = 20_000 if steps <= 1000 else 4000  # which determine a distance to 1%
+    start = (0.02 * torch.randn(elements)).bfloat16()
     low, high = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
-    options = {"weight_decay": 0.0, "state_dtype": torch.float32, "rounding": rounding}
-    optimizer, twin = hf_lowprec.AdamW([low], lr=lr, **options), torch.optim.AdamW([high], lr=lr, weight_decay=0.0)
+    options = {"state_dtype": torch.float32, "rounding": rounding, "error_feedback": error_feedback}
+    optimizer = hf_lowprec.AdamW([low], lr=lr, weight_decay=0.0, **options)
+    twin = torch.optim.AdamW([high], lr=lr, weight_decay=0.0)
+    schedules = [LinearLR(each, 1.0, end, steps) for each in (optimizer, twin)]
     master = start.double()
     for _ in range(steps):
         high.grad = torch.randn(len(start)).bfloat16().float()
         low.grad = high.grad.bfloat16()
         optimizer.step()
         twin.step()
+        for schedule in schedules:
+            schedule.step()
         state, before, master = optimizer.state[low], master, low.detach()
         if rounding == "split":
             master = ((master.view(torch.int16).int() << 16) + state["remainder"]).view(torch.float32)
@@ -214,9 +230,10 @@ def trained_on_noise(rounding: str, lr: float, steps: int = 200) -> tuple[torch.
     return start, lost, float((master - exact).norm() / (exact - start.double()).norm())
 
 
-def predicted(start: torch.Tensor, lr: float, mode: str, steps: int = 200):
-    directions, every = noise_directions("adamw", (0.9, 0.999)), [*range(1, steps + 1)]
-    return round_updates(count_spacings(start)[None], directions, [lr] * steps, every, [0.0], *PREDICTED_MODES[mode])
+def predicted(start: torch.Tensor, lr: float, mode: str, steps: int = 200, end: float = 1.0, **changes: float):
+    directions, every = noise_directions("adamw", (0.9, 0.999))._replace(**changes), [*range(1, steps + 1)]
+    rates = torch.linspace(lr, end * lr, steps).tolist()
+    return round_updates(count_spacings(start)[None], directions, rates, every, [0.0], *PREDICTED_MODES[mode])
 
 
 # Split weights lose what FP32 weights lose: updates below about 1e-9.
@@ -231,9 +248,30 @@ def test_lost_updates_in_an_optimizer(mode, lr):
 
 
 @pytest.mark.parametrize("lr", [3e-4, 1e-5])
-def test_noise_in_an_optimizer(lr):
+def test_noise_without_error_feedback(lr):
     """The displacement of 200 steps lacks that of the ten that momentum still holds, an effect of up to 5%."""
-    start, _, noise = trained_on_noise("stochastic", lr)
-    rounded = predicted(start, lr, "stochastic")
+    start, _, noise = trained_on_noise("stochastic", lr, error_feedback=False)
+    rounded = predicted(start, lr, "stochastic", feedback=0.0)
     assert rounded.noise == pytest.approx(noise, rel=0.1)
     assert torch.allclose(rounded.stored, rounded.square)
+
+
+@pytest.mark.parametrize(
+    ("lr", "steps", "end"),
+    [
+        pytest.param(3e-4, 200, 1.0, id="errors of the updates"),
+        pytest.param(3e-6, 1000, 1.0, id="both"),
+        pytest.param(1e-7, 1000, 1.0, id="errors of the payments, weights on the grid"),
+        pytest.param(2e-5, 5000, 0.0, id="what is never paid back"),
+    ],
+)
+def test_noise_with_error_feedback(lr, steps, end):
+    """Alone, each source is exact; together, updates and payments are rounded as one, so the sum is up to 9% too large:
+    `√(1/6 + x)` instead of `√x` with `x = 1/6/(1-0.9²)`."""
+    start, _, noise = trained_on_noise("stochastic", lr, steps, end)
+    assert predicted(start, lr, "stochastic", steps, end).noise == pytest.approx(noise, rel=0.1)
+
+
+def test_what_is_owed_after_a_few_steps_is_at_most_what_they_have_rounded():
+    few, plain = (predicted(torch.full((8,), 0.02), 3e-4, "stochastic", 3, feedback=beta) for beta in (0.9, 0.0))
+    assert few.noise == pytest.approx(plain.noise)
