@@ -33,8 +33,12 @@ LEAST_RATE = 0.1
 
 
 def coming_bias_correction(beta: float, step: Any) -> Any:
-    """The bias correction `1/(1-βᵗ)` of the steps after `step`, averaged with weights `βᵏ`, to within 5%."""
-    return 1 / (1 - beta ** (step + 0.5 / (1 - beta)))
+    """The bias correction `1/(1-βᵗ)` of the steps after `step`, averaged with weights `βᵏ`, to within 2%.
+
+    With an integral in place of the sum, `-log(1-z)/z` with `z = βᵗ⁺¹ᐟ²`, which does not become zero.
+    """
+    decayed = beta ** (step + 0.5) + 1e-30
+    return -(torch.log1p if isinstance(step, Tensor) else math.log1p)(-decayed) / decayed
 
 
 class Algorithm(torch.optim.Optimizer):

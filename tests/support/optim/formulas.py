@@ -6,6 +6,7 @@ tests of its own.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -148,8 +149,9 @@ FORMULAS |= {"StableAdamW": of_paper(stable_adamw)}
 
 
 def coming_corrections(beta: float, t: int) -> float:
-    """The bias correction `1/(1-βᵗ)` at the middle of the coming steps; the exact average is within 5% of it."""
-    return 1 / (1 - beta ** (t + 0.5 / (1 - beta)))
+    """The bias correction `1/(1-βˢ)` of steps `s > t`, averaged with weights `βˢ`: integrals from `t + 1/2`."""
+    z = beta ** (t + 0.5)
+    return -math.log1p(-z) / z
 
 
 def adams(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
