@@ -53,7 +53,7 @@ class _Additions(NamedTuple):
 
     def add_up(self, sums: Tensor) -> Sequence[Tensor]:
         """The sums over rows, or over columns, of each parameter; always added in the same order."""
-        return sum_by_entry(sums[self.places], self.counts).split(self.sizes)
+        return sum_by_entry(sums.index_select(0, self.places), self.counts).split(self.sizes)
 
 
 class MatrixTiles:
@@ -117,7 +117,8 @@ class MatrixTiles:
 class MeanVectors:
     """Vectors of the means of all rows, or of all columns, of some parameters, in the parameters' order.
 
-    An operation on a vector is one launch on a GPU; on the means of each parameter, it would be one per parameter.
+    An operation on a vector is one launch on a GPU; on the means of each parameter, it would be one per parameter. On a
+    CPU, `index_select` runs in the calling thread if the vector is small; `repeat_interleave` and `[]` wake the others.
 
     Attributes:
         for_rows: repeats a vector with a value for each parameter, so that it has one for each row.
@@ -136,8 +137,9 @@ class MeanVectors:
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
         matrices, rows, columns = torch.tensor([_flat(shape) for shape in shapes], device="cpu").unbind(1)
 
-        def repeat(counts: Tensor) -> Callable[[Tensor], Tensor]:  # with `output_size`, the host need not wait
-            return partial(torch.repeat_interleave, repeats=counts.to(device), output_size=int(counts.sum()))
+        def repeat(counts: Tensor) -> Callable[[Tensor], Tensor]:
+            index = torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(counts)
+            return partial(torch.index_select, dim=0, index=index.to(device))
 
         self.for_rows, self.for_columns = repeat(matrices * rows), repeat(matrices * columns)
         of_each = rows.repeat_interleave(matrices)

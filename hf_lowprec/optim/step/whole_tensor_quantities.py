@@ -67,15 +67,11 @@ def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
 
 def store_means(fused_group: FusedGroup) -> None:
     """Write the new row and column means of the step that was taken into the states."""
-    pairs = [
-        (entry.means[name], new)
-        for entry, new_means in zip(fused_group.entries, fused_group.new_means, strict=False)
-        for name, new in new_means.items()
-    ]
-    if fused_group.enabled is not None:
-        pairs = [(old, torch.where(fused_group.enabled, new, old)) for old, new in pairs]
-    if pairs:
-        torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+    for name, new in fused_group.new_means.items():
+        old = [entry.means[name] for entry in fused_group.entries]
+        if fused_group.enabled is not None:
+            new = torch.where(fused_group.enabled, new, torch.cat(old))
+        torch._foreach_copy_(old, new.split(list(map(Tensor.numel, old))))
 
 
 def _compute_factors(backend_step: BackendStep) -> None:
@@ -101,8 +97,7 @@ def _compute_factors(backend_step: BackendStep) -> None:
     means = torch.maximum(means, vectors.for_matrices(scalars["min_mean"]))
     row_factors = (vectors.rows_of_matrices(means.double()) / row_means.double()).sqrt().float()
     column_factors = column_means.double().sqrt().reciprocal().float()
-    by_entry = zip(row_means.split(vectors.rows), column_means.split(vectors.columns), strict=True)
-    group.new_means = [{ROW_MEAN: row, COLUMN_MEAN: column} for row, column in by_entry]
+    group.new_means = {ROW_MEAN: row_means, COLUMN_MEAN: column_means}
     factors = zip(row_factors.split(vectors.rows), column_factors.split(vectors.columns), strict=True)
     for entry, of_entry in zip(entries, factors, strict=True):
         entry.factors = of_entry
