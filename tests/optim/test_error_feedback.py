@@ -142,6 +142,7 @@ def test_the_error_of_large_updates_is_that_of_a_few_steps():
 
 
 @pytest.mark.every_case
+@pytest.mark.timeout(1800)  # 100 microseconds a step, if nothing else runs
 @pytest.mark.parametrize("state_dtype", [FP32, BF16])
 def test_nor_does_it_grow_in_a_million_steps(state_dtype):
     """Of a momentum in BF16, what is owed is rounded at random in every step, which nothing feeds back.
