@@ -61,9 +61,10 @@ class Algorithm(torch.optim.Optimizer):
     It takes and returns FP32 values and may use operators, `torch.where` and `sqrt_rn`; `fused_step` calls it.
     """
 
-    factored: ClassVar[Formula | None] = None
-    """A static method with the arguments of `update`. Its means over rows and columns are states; `update` gets the
-    inverse root of its estimate by them as the product of `state.row_factor` and `state.column_factor`."""
+    averaged_square: ClassVar[Formula | None] = None
+    """A static method with the arguments of `update`: the square whose average a factored state is. Where a parameter
+    has its means over rows and columns, formulas get the root of the average as the product of `state.row_factor` and
+    `state.column_factor`."""
 
     feed_back: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
     """Error feedback, a static method: `(error, state, scalars, **options) -> new states`.
@@ -127,7 +128,8 @@ class Algorithm(torch.optim.Optimizer):
 
     def needs_whole_tensors(self, group: ParamGroup) -> bool:
         """Return whether an element's step depends on other elements of its parameter."""
-        return bool(self.tensor_means(group)) or self.orthogonalizes(group)
+        factored = any(state.factored for state in self.states(group))
+        return factored or bool(self.tensor_means(group)) or self.orthogonalizes(group)
 
     def momentum_decay(self, group: ParamGroup) -> float:
         """The decay rate β of the momentum that `feed_back` changes; 0 without one."""
@@ -170,5 +172,6 @@ class Algorithm(torch.optim.Optimizer):
 
     def stored_states(self, group: ParamGroup, param: Tensor) -> tuple[State, ...]:
         """The algorithm's states that `param` has and, if it is low-precision, those of the rounding mode."""
-        states = tuple(state for state in self.states(group) if state.is_of(full_shape(param)))
+        shape = full_shape(param)
+        states = tuple(stored for state in self.states(group) for stored in state.of_shape(shape))
         return states if param.dtype == torch.float32 else states + MODES[group["rounding"]].auxiliary

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+"""2⁻¹²⁶. Divisors are at least this: zero divided by it is zero."""
+
 
 def sqrt_rn(value: Tensor) -> Tensor:
     """Correctly rounded FP32 square root; `torch.sqrt` on CPU is off by one ulp for about a fifth of all values.

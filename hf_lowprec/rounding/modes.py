@@ -50,9 +50,10 @@ class State:
         dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`).
         nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
         scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
-        mean_over: the dimension, -1 or -2, over which it is a mean, and in which its length is 1. Only parameters with
-            two dimensions or more have it. None for states of the parameter's shape.
-        of_vectors: whether only parameters with fewer than two dimensions have it.
+        factored: the names of its means over rows and over columns, which parameters with two dimensions or more have
+            in its place; None for states that all parameters have.
+        mean_over: the dimension, -1 or -2, over which it is a mean, and in which its length is 1; None for states of
+            the parameter's shape.
     """
 
     name: str
@@ -62,12 +63,17 @@ class State:
     dtype: torch.dtype | None = None
     nonnegative: bool = False
     scale_of: str | None = None
+    factored: tuple[str, str] | None = None
     mean_over: int | None = None
-    of_vectors: bool = False
 
-    def is_of(self, shape: torch.Size) -> bool:
-        """Return whether parameters of `shape` have it."""
-        return (not self.of_vectors and self.mean_over is None) or self.of_vectors == (len(shape) < 2)
+    def of_shape(self, shape: torch.Size) -> tuple[State, ...]:
+        """The states that parameters of `shape` have for it: itself, or its means, which are FP32."""
+        if self.factored is None or len(shape) < 2:
+            return (self,)
+        return tuple(
+            State(name, self.role, accumulates=False, dtype=torch.float32, mean_over=dim)
+            for name, dim in zip(self.factored, (-1, -2), strict=True)
+        )
 
     def shape_for(self, shape: torch.Size) -> torch.Size:
         """Its shape for a parameter, or for a part of one, of `shape`."""

@@ -25,7 +25,7 @@ FORMATS = {"exp_avg": block_floats.FIRST_MOMENT, "exp_avg_sq": block_floats.SECO
 MOMENTS = (*FORMATS, "max_exp_avg_sq")
 MIDDLE = block_floats.DRAWS // 2
 """The random number that rounds to nearest."""
-NOTE = "saved states were converted to the state_dtype that this AdamW was given"
+NOTE = "saved states were converted to the settings of this AdamW"
 
 
 def parameters(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
@@ -202,7 +202,7 @@ def test_torchs_optimizers_do_not_take_codes_for_values(cls):
     assert_equal([param.detach() for param in params_of(theirs)], [param.detach() for param in parameters()])
     # The way out:
     decoded = build(cls.__name__, parameters(), state_dtype=FP32, backend="eager")
-    with pytest.warns(RuntimeWarning, match="converted to the state_dtype"):
+    with pytest.warns(RuntimeWarning, match="converted to the settings"):
         decoded.load_state_dict(source.state_dict())
     theirs = cls(parameters(FP32), lr=1e-2)
     theirs.load_state_dict(decoded.state_dict())

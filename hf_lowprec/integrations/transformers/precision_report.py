@@ -69,7 +69,7 @@ def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
     """Format the lines about states. The scales of a state in 8 bits are a part of its line."""
     counts = expected_states(optimizer)
     states = (state for group in optimizer.param_groups for state in optimizer.states(group))
-    means = {state.name for state in states if state.mean_over is not None}
+    means = {name for state in states for name in state.factored or ()}
     for name, count in counts.items():
         if name.removesuffix(SCALE_SUFFIX) not in counts.keys() - {name}:
             yield _row(name, count, None, counts.get(name + SCALE_SUFFIX, Counter()), name in means)

@@ -12,11 +12,8 @@ from typing_extensions import Unpack
 from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Values
 from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.step.whole_tensor_quantities import COLUMN_MEAN, ROW_MEAN
 from hf_lowprec.rounding import State, sqrt_rn
-
-_SMALLEST = 2.0**-126
-"""The smallest normal FP32 number: the reciprocal of a smaller one overflows."""
+from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 
 
 class Adafactor(LowPrecisionOptimizer):
@@ -88,12 +85,8 @@ class Adafactor(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The means over rows and columns, or the second moment of a vector; and the momentum."""
-        factors = (
-            State(ROW_MEAN, role=3, accumulates=False, dtype=torch.float32, mean_over=-1),
-            State(COLUMN_MEAN, role=4, accumulates=False, dtype=torch.float32, mean_over=-2),
-        )
-        variance = State("variance", role=1, of_vectors=True)
-        return (*factors, variance, *((State("exp_avg", role=2),) if group["beta1"] is not None else ()))
+        variance = State("variance", role=1, factored=("row_var", "col_var"))
+        return (variance,) if group["beta1"] is None else (variance, State("exp_avg", role=2))
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """Whether updates have a momentum, and whether step sizes are multiplied by the parameter's RMS."""
@@ -101,7 +94,7 @@ class Adafactor(LowPrecisionOptimizer):
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """`β₂ = 1 - tᵏ`, and the step size `min(lr, 1/√t)` with `relative_step`. `step` may be a tensor."""
-        least = 2.0**-23 if group["eps"][0] is None else max(group["eps"][0], _SMALLEST)
+        least = 2.0**-23 if group["eps"][0] is None else max(group["eps"][0], SMALLEST_NORMAL)
         gain2, relative, beta1 = step ** group["beta2_decay"], step**-0.5, group["beta1"] or 0.0
         rate = lr + 0 * relative  # as a tensor: a product of bools and a number would have torch's default dtype
         limited = (lr < relative) * rate + (lr >= relative) * relative if group["relative_step"] else lr
@@ -109,8 +102,7 @@ class Adafactor(LowPrecisionOptimizer):
             "beta2": 1 - gain2,
             "gain2": gain2,
             "square_eps": group["square_eps"],
-            "min_mean": least,
-            "min_root": least,
+            "least": least,
             "min_weight": group["eps"][1],
             "step_size": limited,
             "inverse_d": 1 / group["d"],
@@ -135,9 +127,9 @@ class Adafactor(LowPrecisionOptimizer):
         return {"normalized_square": Adafactor.normalized_square, **scaled}
 
     @staticmethod
-    def factored(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
-        """`g²`."""
-        return grad * grad
+    def averaged_square(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
+        """`g²`, plus `square_eps`."""
+        return grad * grad + scalars.square_eps
 
     @staticmethod
     def normalized_square(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
@@ -173,9 +165,7 @@ def _second_moment(grad: Tensor, state: Values, scalars: Values) -> Tensor:
 
 
 def _normalized(grad: Tensor, state: Values, scalars: Values) -> Tensor:
-    """The gradient divided by the root of its second moment, which is at least `min_root`."""
-    if hasattr(state, "row_factor"):
-        factor, largest = state.row_factor * state.column_factor, 1.0 / scalars.min_root
-        return grad * torch.where(factor > largest, largest, factor)
-    root = sqrt_rn(_second_moment(grad, state, scalars))
-    return grad / torch.where(root < scalars.min_root, scalars.min_root, root)
+    """The gradient divided by the root of its second moment, which is at least `least`."""
+    is_factored = hasattr(state, "row_factor")
+    root = state.row_factor * state.column_factor if is_factored else sqrt_rn(_second_moment(grad, state, scalars))
+    return grad / torch.where(root < scalars.least, scalars.least, root)

@@ -11,6 +11,7 @@ from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values, comin
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
+from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 
 
 class Adam(LowPrecisionOptimizer):
@@ -31,6 +32,7 @@ class Adam(LowPrecisionOptimizer):
         amsgrad: use the maximum of all past second moments.
         maximize: maximize the objective instead of minimizing it.
         decoupled_weight_decay: use AdamW's decoupled weight decay instead of the L2 penalty.
+        factored: of parameters with two dimensions or more, keep the second moment as means over rows and columns.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
@@ -47,6 +49,7 @@ class Adam(LowPrecisionOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
+        factored: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
         super().__init__(params, locals(), **shared)
@@ -57,10 +60,18 @@ class Adam(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments, and with `amsgrad` the maximum of the second."""
-        moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
+        means = ("exp_avg_sq_row", "exp_avg_sq_col") if group.get("factored") else None
+        moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True, factored=means)
         if not self.options(group)["amsgrad"]:
             return moments
         return (*moments, State("max_exp_avg_sq", role=3, accumulates=False, nonnegative=True))
+
+    def check_hyperparameters(self, group: ParamGroup) -> None:
+        """Raise ValueError if the maximum of a factored second moment is asked for."""
+        if group.get("factored") and self.options(group)["amsgrad"]:
+            raise ValueError(
+                "factored=True keeps no second moment of single elements for amsgrad=True; use one of both"
+            )
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step size and bias corrections, arranged so that an element needs one division and one root."""
@@ -72,8 +83,17 @@ class Adam(LowPrecisionOptimizer):
             "root_correction": (1 - beta2**step) ** -0.5,
             "eps": group["eps"],
             "decay": (lr if self.options(group)["decoupled"] else 1) * group["weight_decay"],
+            **({"least": SMALLEST_NORMAL} if group.get("factored") else {}),
             **self.feedback(group, lr, coming_bias_correction(beta1, step)),
         }
+
+    @staticmethod
+    def averaged_square(
+        weight: Tensor, grad: Tensor, state: Values, scalars: Values, decoupled: bool, **options: bool
+    ) -> Tensor:
+        """`g²`, where `g` contains the L2 penalty."""
+        grad = grad if decoupled else grad + weight * scalars.decay
+        return grad * grad
 
     @staticmethod
     def update(weight: Tensor, grad: Tensor, state: Values, scalars: Values, amsgrad: bool, decoupled: bool) -> Step:
@@ -84,21 +104,27 @@ class Adam(LowPrecisionOptimizer):
         if not decoupled:
             grad = grad + weight * scalars.decay
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
-        exp_avg_sq = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
-        moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        second = exp_avg_sq
+        moments = {"exp_avg": exp_avg}
+        if not hasattr(state, "row_factor"):
+            moments["exp_avg_sq"] = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
         if amsgrad:
-            second = torch.where(exp_avg_sq > state.max_exp_avg_sq, exp_avg_sq, state.max_exp_avg_sq)
-            moments["max_exp_avg_sq"] = second
-        change = exp_avg * scalars.step_size / _denominator(second, scalars)
+            largest = torch.where(
+                moments["exp_avg_sq"] > state.max_exp_avg_sq, moments["exp_avg_sq"], state.max_exp_avg_sq
+            )
+            moments["max_exp_avg_sq"] = largest
+        change = exp_avg * scalars.step_size / _denominator({**vars(state), **moments}, scalars, amsgrad)
         return -(change + weight * scalars.decay if decoupled else change), moments
 
     @staticmethod
     def feed_back(error: Tensor, state: Values, scalars: Values, amsgrad: bool, **options: bool) -> dict[str, Tensor]:
         """`m' = m - e·(√v·b + ε)·(1-β1)/(a·β1)`."""
-        second = state.max_exp_avg_sq if amsgrad else state.exp_avg_sq
-        return {"exp_avg": state.exp_avg - error * _denominator(second, scalars) * scalars.feedback}
+        return {"exp_avg": state.exp_avg - error * _denominator(vars(state), scalars, amsgrad) * scalars.feedback}
 
 
-def _denominator(second: Tensor, scalars: Values) -> Tensor:
-    return sqrt_rn(second) * scalars.root_correction + scalars.eps
+def _denominator(state: dict[str, Tensor], scalars: Values, amsgrad: bool) -> Tensor:
+    """`√v·b + ε` of the new states."""
+    if "row_factor" in state:
+        root = state["row_factor"] * state["column_factor"]
+    else:
+        root = sqrt_rn(state["max_exp_avg_sq" if amsgrad else "exp_avg_sq"])
+    return root * scalars.root_correction + scalars.eps

@@ -11,6 +11,7 @@ from hf_lowprec.optim.algorithm_interface import Formula, ParamGroup, Step, Valu
 from hf_lowprec.optim.arguments import Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.rounding import State, sqrt_rn
+from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 
 
 class StableAdamW(LowPrecisionOptimizer):
@@ -64,8 +65,8 @@ class StableAdamW(LowPrecisionOptimizer):
             "gain2": (1 - beta2) / (1 - beta2**step),
             "lr": lr,
             "eps": group["eps"],
-            # At least the smallest normal FP32 number, because 0/0 would make the mean NaN and undo the clipping.
-            "min_exp_avg_sq": max(group["eps"] ** 2, 2.0**-126),
+            # 0/0 would make the mean NaN and undo the clipping.
+            "min_exp_avg_sq": max(group["eps"] ** 2, SMALLEST_NORMAL),
             "weight_decay": group["weight_decay"],
             **self.feedback(group, lr, (1 - beta1**step) * coming_bias_correction(beta1, step)),
         }

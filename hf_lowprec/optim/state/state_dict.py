@@ -28,6 +28,7 @@ from hf_lowprec.optim.state.saved_formats import (
     numbered_parameters,
 )
 from hf_lowprec.optim.state.states import (
+    convert_factored,
     copy_apart,
     in_own_dtypes,
     rounded_to_nearest,
@@ -141,29 +142,30 @@ def _prepare(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, but this {name} has {len(groups)}")
     prepared_groups: list[ParamGroup] = []
     states = dict(state_dict["state"])
-    dtype_changes: dict[str, None] = {}
+    changes: dict[str, None] = {}
     was_nearest = False
     for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
         where = f"param group {k}"
         converted = saved if foreign is None else foreign.convert_group(name, group, saved, where)
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
+        as_saved = {**prepared, "factored": foreign is None and converted.get("factored")}
         was_nearest |= converted.get("state_rounding") == "nearest" != prepared["state_rounding"]
         for param, number in zip(group["params"], saved["params"], strict=True):
             state, owner = states.pop(number, None), f"parameter {number}"
             if state and foreign is not None:
-                state = rounded_to_nearest(optimizer, prepared, param, foreign.convert_state(state))
+                state = rounded_to_nearest(optimizer, as_saved, param, foreign.convert_state(state))
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
-                _check_state(optimizer, param, prepared, state, owner)
+                _check_state(optimizer, param, as_saved, state, owner)
+                changes |= dict.fromkeys(convert_factored(optimizer, prepared, param, state := dict(state)))
                 if group["state_dtype"] is not None:
-                    state, changes = in_own_dtypes(optimizer, prepared, param, state)
-                    dtype_changes |= dict.fromkeys(changes)
+                    state, to_dtypes = in_own_dtypes(optimizer, prepared, param, state)
+                    changes |= dict.fromkeys(to_dtypes)
                 states[number] = state
     notes = _notes(optimizer, formats, prepared_groups)
-    if dtype_changes:
+    if changes:
         notes.append(
-            f"saved states were converted to the state_dtype that this {name} was given, rounded to nearest: "
-            f"{', '.join(dtype_changes)}"
+            f"saved states were converted to the settings of this {name}, rounded to nearest: {', '.join(changes)}"
         )
     if was_nearest:
         notes.append(
@@ -254,6 +256,7 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
             "there yourself, put it in the group as well"
         )
     saved = {**{key: defaults[key] for key in missing}, **saved}
+    saved |= {key: group[key] for key in ("factored",) if key in group}
     if group["state_dtype"] is not None:
         saved["state_dtype"] = group["state_dtype"]
         if requests_8_bits(group):

@@ -16,9 +16,18 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, is_sharded, local_shard, shard_length
+from hf_lowprec.optim.sharding import (
+    dtensor_like,
+    flat_part,
+    full_shape,
+    is_sharded,
+    local_shard,
+    placements_of_mean,
+    shard_length,
+)
 from hf_lowprec.rounding import State, dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode, scale_shape
+from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 from hf_lowprec.rounding.low_bits import chunk_size
 from hf_lowprec.rounding.modes import CODE_SUFFIX, LOW_BITS_STATES, SCALE_SUFFIX, StoredState
 
@@ -212,6 +221,48 @@ def in_own_dtypes(
             del converted[key]
         converted |= stored_as(value_in(saved, state.name), after, state.name)
     return converted, changes
+
+
+def convert_factored(optimizer: Algorithm, group: ParamGroup, param: Tensor, state: dict[str, Any]) -> list[str]:
+    """Make means over rows and columns of states that are factored in `group`, and of means the states that are not.
+
+    Args:
+        optimizer: the optimizer of `param`.
+        group: its param group, with the setting `factored` to use.
+        param: the parameter.
+        state: its entry in `optimizer.state` or in a state dict, which is changed.
+
+    Returns:
+        Each conversion in words.
+    """
+    changes: list[str] = []
+    own = {stored.name: stored for stored in optimizer.stored_states(group, param)}
+    for whole in optimizer.states({**group, "factored": True}):
+        names, saved = whole.factored or (), storage_keys(whole.name, state.keys())
+        if saved[0] in state and not own.keys().isdisjoint(names):
+            value, changes = value_in(state, whole.name), [*changes, f"{whole.name} to means over rows and columns"]
+            new = {
+                name: _placed_as(value.mean(own[name].mean_over, True, dtype=torch.float64).float(), param, own[name])
+                for name in names
+            }
+        elif names and state.keys() >= {*names} and whole.name in own:
+            (row, column), changes = (state[name] for name in names), [*changes, f"{whole.name} from its means"]
+            value = row * column / row.mean(-2, keepdim=True).clamp(min=SMALLEST_NORMAL)
+            new = stored_as(_placed_as(value, param, whole), new_state_dtype(whole, group, param), whole.name)
+            saved = names
+        else:
+            continue
+        for key in saved:
+            del state[key]
+        state.update(new)
+    return changes
+
+
+def _placed_as(value: Tensor, param: Tensor, state: State) -> Tensor:
+    """`value`, a DTensor if `param` is one, with the placements of this state of `param`."""
+    if not is_sharded(value):
+        return value
+    return value.redistribute(placements=placements_of_mean(param, state.mean_over))  # type: ignore[attr-defined]
 
 
 # New states.

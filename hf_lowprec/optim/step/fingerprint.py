@@ -149,6 +149,7 @@ def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
             len(group["params"]),
             _GROUP_SETTINGS(group),
             group.get("first_parameter") or 0,
+            group.get("factored"),
             optimizer.options(group),
             optimizer.feeds_back(group),
         )

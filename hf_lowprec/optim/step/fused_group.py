@@ -68,7 +68,7 @@ class FusedGroup:
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes. Only during a step.
         per_param_scalars: tensor means or LR scales of the entries, FP32 of shape (entries, scalars) on `device`, if
             the spec has some. Only during a step.
-        new_means: the new values of the entries' `means`, one after the other, by name. Only during a step.
+        new_means: the new values of the entries' `means`, one after the other, by dimension. Only during a step.
         lr_scales: `lr_scale` of each entry, for algorithms that orthogonalize: as numbers, and as an FP32 tensor of
             shape (entries, 1) on `device`. None before the first step.
         matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
@@ -101,7 +101,7 @@ class FusedGroup:
         self.per_param_scalars: Tensor | None = None
         self.lr_scales: tuple[list[float], Tensor] | None = None
         self.matrix_slots: list[Tensor] | None = None
-        self.new_means: dict[str, Tensor] = {}
+        self.new_means: dict[int, Tensor] = {}
 
         not_yet = [0] * len(spec.input_tensors)
         addresses = (

@@ -25,7 +25,7 @@ LR_SCALE = "lr_scale"
 ORTHOGONALIZED = "orthogonalized"
 """Name of the BF16 tensor that an algorithm's `orthogonalize` makes of a matrix."""
 ROW_FACTOR, COLUMN_FACTOR = "row_factor", "column_factor"
-"""Names of the FP32 tensors, one element per row or column, whose product normalizes a factored gradient."""
+"""Names of the FP32 tensors, one element per row or column, whose product is the root of a factored second moment."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class KernelSpec:
         clipped: whether the gradient is multiplied by the scalar `clip` before that.
         tensor_means: elementwise formulas by name, as pairs; `update` takes their means over each parameter as scalars.
         orthogonalizes: whether `update` takes `state.orthogonalized` and `scalars.lr_scale`.
-        factored: an elementwise formula, whose means over rows and columns give the factors that other formulas take as
-            `state.row_factor` and `state.column_factor`, see `whole_tensor_quantities.py`; None if there are none.
+        factored: an elementwise formula, whose means over rows and columns are states and give the factors that other
+            formulas take as `state.row_factor` and `state.column_factor`, see `whole_tensor_quantities.py`; or None.
         feed_back: the algorithm's `feed_back`, if rounding errors of the parameter are fed back.
     """
 

@@ -19,7 +19,7 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.param_groups import number_of
 from hf_lowprec.optim.sharding import is_sharded, local_shard, placements_of_mean, when_written
 from hf_lowprec.optim.state.fp32_weights import start_with_low_bits, states_of_other_modes
-from hf_lowprec.optim.state.states import state_tensors, zeros_apart
+from hf_lowprec.optim.state.states import convert_factored, state_tensors, zeros_apart
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR, KernelSpec
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bits
@@ -48,7 +48,7 @@ class ParamEntry:
         weight: this rank's part of it.
         stored: its states.
         states: this rank's part of each state of the parameter's shape, by name and in the order of the spec.
-        means: this rank's part of the states that are means over rows or columns, flat, by name.
+        means: this rank's part of the states that are means over rows or columns, flat, by the dimension: -1 and -2.
         plain_copies: of those of these tensors that are not in plain memory.
         grad_dtype: the dtype of its gradient.
         grad: this rank's part of the gradient; None outside of a step, so that it is not kept alive.
@@ -77,17 +77,18 @@ class ParamEntry:
         self._check_compensation()
         self.weight = self._in_plain_memory("the parameter itself", self.param)
         self.check_memory("its gradient", local_shard(grad))
+        convert_factored(optimizer, group, self.param, self.optimizer_state)
         self.stored = state_tensors(optimizer, group, self.param)
         self._add_missing_states(optimizer)
         self._check_layouts(optimizer, grad)
         self.states: dict[str, Tensor] = {}
-        self.means: dict[str, Tensor] = {}
+        self.means: dict[int, Tensor] = {}
         for state in self.stored:
             part = self._in_plain_memory(f"its state {state.key!r}", self.optimizer_state[state.key])
             if state.mean_over is None:
                 self.states[state.name] = part
             else:
-                self.means[state.name] = part.view(-1)
+                self.means[state.mean_over] = part.view(-1)
         self.grad_dtype = local_shard(grad).dtype
         self.grad: Tensor | None = None
         self.orthogonalized: Tensor | None = None
@@ -129,7 +130,7 @@ class ParamEntry:
             clipped=clipped,
             tensor_means=tuple(optimizer.tensor_means(group).items()),
             orthogonalizes=optimizer.orthogonalizes(group),
-            factored=optimizer.factored if self.means else None,
+            factored=optimizer.averaged_square if self.means else None,
             feed_back=optimizer.feed_back if feeds_back else None,
         )
 

@@ -5,8 +5,8 @@ takes no further communication and gives all of them the same bits.
 
 Factored second moments are means of squared gradients over rows and over columns, in place of one per element. The
 moment of an element is estimated as the product of its row's and its column's mean, divided by the mean of all
-(Shazeer and Stern, arXiv:1804.04235, Alg. 2). The formulas get the inverse root of that estimate as a product of two
-factors, so that a kernel reads one number per row and one per column. Squares are rounded to FP32 and summed in FP64;
+(Shazeer and Stern, arXiv:1804.04235, Alg. 2). The formulas get the root of that estimate as a product of two factors,
+so that a kernel reads one number per row and one per column. Squares are rounded to FP32 and summed in FP64;
 the sums are rounded to FP32. So results hardly depend on the order in which they are summed, that is on shards, devices
 and backends.
 
@@ -31,8 +31,6 @@ from hf_lowprec.optim.step.fused_step import evaluate, momentum_matrix
 from hf_lowprec.optim.step.matrix_tiles import MatrixSums
 from hf_lowprec.optim.step.param_entry import ParamEntry
 
-ROW_MEAN, COLUMN_MEAN = "row_var", "col_var"
-"""Names of the states: the mean over each row, of shape (..., rows, 1), and over each column, (..., 1, columns)."""
 _BATCH = 1 << 18
 """Elements of small matrices that are orthogonalized together: four or more. Batches of larger ones save no time."""
 _CPU_CHUNK = 1 << 17
@@ -67,8 +65,8 @@ def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
 
 def store_means(fused_group: FusedGroup) -> None:
     """Write the new row and column means of the step that was taken into the states."""
-    for name, new in fused_group.new_means.items():
-        old = [entry.means[name] for entry in fused_group.entries]
+    for dim, new in fused_group.new_means.items():
+        old = [entry.means[dim] for entry in fused_group.entries]
         if fused_group.enabled is not None:
             new = torch.where(fused_group.enabled, new, torch.cat(old))
         torch._foreach_copy_(old, new.split(list(map(Tensor.numel, old))))
@@ -84,20 +82,19 @@ def _compute_factors(backend_step: BackendStep) -> None:
     values = group.scalars.to(group.device, non_blocking=True).unbind(1)
     scalars = dict(zip(group.spec.scalars, values, strict=True))
 
-    def new_means(name: str, parts: list[Tensor], counts: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
-        old, mean = torch.cat([each.means[name] for each in entries]), torch.cat(parts) / repeat(counts)
-        mean = (mean + repeat(scalars["square_eps"])).float()
+    def new_means(dim: int, parts: list[Tensor], counts: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
+        old, mean = torch.cat([each.means[dim] for each in entries]), (torch.cat(parts) / repeat(counts)).float()
         return old * repeat(scalars["beta2"]) + mean * repeat(scalars["gain2"])
 
-    row_means = new_means(ROW_MEAN, [each.of_rows for each in sums], columns, vectors.for_rows)
-    column_means = new_means(COLUMN_MEAN, [each.of_columns for each in sums], rows, vectors.for_columns)
+    row_means = new_means(-1, [each.of_rows for each in sums], columns, vectors.for_rows)
+    column_means = new_means(-2, [each.of_columns for each in sums], rows, vectors.for_columns)
     totals = vectors.sums_of_rows(row_means.double())
     _sum_each_over_shards(group, totals.split(vectors.matrices), -2)
     means = (totals / vectors.for_matrices(rows)).float()
-    means = torch.maximum(means, vectors.for_matrices(scalars["min_mean"]))
-    row_factors = (vectors.rows_of_matrices(means.double()) / row_means.double()).sqrt().float()
-    column_factors = column_means.double().sqrt().reciprocal().float()
-    group.new_means = {ROW_MEAN: row_means, COLUMN_MEAN: column_means}
+    means = torch.maximum(means, vectors.for_matrices(scalars["least"]))
+    row_factors = (row_means.double() / vectors.rows_of_matrices(means.double())).sqrt().float()
+    column_factors = column_means.double().sqrt().float()
+    group.new_means = {-1: row_means, -2: column_means}
     factors = zip(row_factors.split(vectors.rows), column_factors.split(vectors.columns), strict=True)
     for entry, of_entry in zip(entries, factors, strict=True):
         entry.factors = of_entry

@@ -158,7 +158,7 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
     """
     peak = 0
     for group in optimizer.param_groups:
-        if not optimizer.orthogonalizes(group) and all(state.mean_over is None for state in optimizer.states(group)):
+        if not optimizer.orthogonalizes(group) and not any(state.factored for state in optimizer.states(group)):
             continue
         for fused_group in _on_meta(optimizer, group, clipped):
             backend_step = _StepOnMeta(fused_group)

@@ -104,7 +104,7 @@ def test_the_mode_changes_by_the_option_alone(runs, tmp_path, first, then):
 
 def test_the_dtype_of_states_changes_by_the_option_alone(runs, tmp_path):
     """`tests/distributed/test_mode_change.py` compares the bits."""
-    with pytest.warns(RuntimeWarning, match="saved states were converted to the state_dtype that this AdamW was given"):
+    with pytest.warns(RuntimeWarning, match="saved states were converted to the settings of this AdamW"):
         resumed = resume(runs("adamw_bf16_kahan"), tmp_path, "adamw_bf16_kahan", optim_args="state_dtype=int8")
     assert {group["state_dtype"] for group in optimizer_of(resumed).param_groups} == {torch.int8}
 
