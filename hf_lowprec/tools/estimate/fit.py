@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 RESERVE = 2 << 30
 """Bytes that stay free: CUDA's own memory, scratch memory of kernels, and what a card has less than its name says."""
 
-_INT8, _RELEASE, _OFFLOAD = "state_dtype=int8", "gradient_release=True,clip=delayed", "offload_states=True"
+_INT8, _FACTORED, _OFFLOAD = "state_dtype=int8", "factored=True", "offload_states=True"
+_RELEASE = "gradient_release=True,clip=delayed"
 _OFFLOAD_ALL = f"{_OFFLOAD},offload_gradients=True"
 
 
@@ -44,6 +45,8 @@ OPTIONS = (
     Option("stochastic, release", "adamw_bf16_sr", _RELEASE),
     Option("stochastic, 8-bit states", "adamw_bf16_sr", _INT8),
     Option("stochastic, 8-bit states, release", "adamw_bf16_sr", f"{_INT8},{_RELEASE}"),
+    Option("stochastic, factored, 8-bit", "adamw_bf16_sr", f"{_FACTORED},{_INT8}"),
+    Option("stochastic, factored, 8-bit, release", "adamw_bf16_sr", f"{_FACTORED},{_INT8},{_RELEASE}"),
     Option("Adafactor, split", "adafactor_bf16_split"),
     Option("Adafactor, split, release", "adafactor_bf16_split", _RELEASE),
     Option("Adafactor, stochastic, release", "adafactor_bf16_sr", _RELEASE),
@@ -52,7 +55,8 @@ OPTIONS = (
     Option("split, states on the host, release", "adamw_bf16_split", f"{_OFFLOAD},{_RELEASE}"),
 )
 """In the order in which they are proposed. Checkpointing and smaller micro-batches cost time; release costs exact
-clipping; 8-bit states, the other modes and Adafactor change what is computed; states on the host cost most time."""
+clipping; 8-bit and factored states, the other modes and Adafactor change what is computed; states on the host cost most
+time."""
 
 
 class Setting(NamedTuple):
