@@ -36,8 +36,14 @@ OPTIONS: dict[str, list[dict]] = {
         {}, {"weight_decay": 0.1, "lr": 0.3}, {"beta1": 0.9}, {"d": 3.0, "beta2_decay": -1.0}, {"eps": (1e-4, 1.0)},
         TRAINER, {**TRAINER, "beta1": 0.5, "weight_decay": 0.5}, {"scale_parameter": False, "lr": 1.0},
     ],
-    "Adam": each(amsgrad=[False, True], decoupled_weight_decay=[False, True], weight_decay=[0.0, 0.1], betas=BETAS),
-    "AdamW": each(amsgrad=[False, True], weight_decay=[0.0, 0.1], betas=BETAS, eps=[1e-8, 0.1]),
+    "Adam": [
+        *each(amsgrad=[False, True], decoupled_weight_decay=[False, True], weight_decay=[0.0, 0.1], betas=BETAS),
+        *each(factored=[True], decoupled_weight_decay=[False, True], weight_decay=[0.1]),
+    ],
+    "AdamW": [
+        *each(amsgrad=[False, True], weight_decay=[0.0, 0.1], betas=BETAS, eps=[1e-8, 0.1]),
+        *each(factored=[True], betas=BETAS, eps=[1e-8, 0.1]),
+    ],
     "Adan": each(
         no_prox=[False, True], betas=[(0.98, 0.92, 0.99), (0.9, 0.5, 0.95)], weight_decay=[0, 1.0], eps=[1e-8, 0.1]
     ),

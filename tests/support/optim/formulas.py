@@ -42,6 +42,11 @@ def of_torch(name: str) -> Formula:
     return step
 
 
+def either(formula: Formula, factored: Formula) -> Formula:
+    """The second one for groups with `factored=True`."""
+    return lambda *arguments: (factored if arguments[-1].get("factored") else formula)(*arguments)
+
+
 def of_paper(formula: Callable[..., tuple[Tensor, States]]) -> Formula:
     """A formula that minimizes, with attributes in place of keys."""
 
@@ -73,6 +78,33 @@ def adafactor(weight, grad, state, t, options):
     if options.beta1 is not None:
         change = new["exp_avg"] = options.beta1 * state["exp_avg"] + (1 - options.beta1) * change
     return (1 - options.lr * options.weight_decay) * weight - change, new
+
+
+def factored_adam(weight, grad, state, t, options):
+    """Kingma and Ba, arXiv:1412.6980, Alg. 1, with the second moment of Shazeer and Stern, arXiv:1804.04235, Alg. 2."""
+    (beta1, beta2), decay, decoupled = (
+        options.betas,
+        options.weight_decay,
+        getattr(options, "decoupled_weight_decay", True),
+    )
+    grad = grad if decoupled else grad + decay * weight
+    new = {"exp_avg": beta1 * state["exp_avg"] + (1 - beta1) * grad}
+    if grad.ndim > 1:
+        for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
+            new[name] = beta2 * state[name] + (1 - beta2) * grad.square().mean(dim, keepdim=True)
+    else:
+        new["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad.square()
+    denominator = (second_moment(new) / (1 - beta2**t)).sqrt() + options.eps
+    change = options.lr * new["exp_avg"] / (1 - beta1**t) / denominator
+    return weight * (1 - options.lr * decay * decoupled) - change, new
+
+
+def second_moment(state: States) -> Tensor:
+    """That of Adam's states, from means over rows and columns where there are some."""
+    if "exp_avg_sq_row" not in state:
+        return state["max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq"]
+    row, smallest = state["exp_avg_sq_row"], torch.finfo(torch.float32).tiny
+    return row / row.mean(-2, keepdim=True).clamp(min=smallest) * state["exp_avg_sq_col"]
 
 
 def adan(weight, grad, state, t, options):
@@ -140,7 +172,8 @@ def stable_adamw(weight, grad, state, t, options):
     return weight - lr * change, {"exp_avg": m, "exp_avg_sq": v}
 
 
-FORMULAS = {name: of_torch(name) for name in ("Adam", "AdamW", "RAdam", "SGD")}
+FORMULAS = {name: either(of_torch(name), of_paper(factored_adam)) for name in ("Adam", "AdamW")}
+FORMULAS |= {name: of_torch(name) for name in ("RAdam", "SGD")}
 FORMULAS |= {"Adafactor": of_paper(adafactor), "Adan": of_paper(adan), "Lion": of_paper(lion)}
 FORMULAS |= {"Prodigy": of_paper(prodigy), "ScheduleFreeAdamW": of_paper(schedule_free_adamw)}
 FORMULAS |= {"StableAdamW": of_paper(stable_adamw)}
@@ -155,7 +188,7 @@ def coming_corrections(beta: float, t: int) -> float:
 
 
 def adams(state: States, grad: Tensor, t: int, group: dict[str, Any]) -> Tensor:
-    second, (beta1, beta2) = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"], group["betas"]
+    second, (beta1, beta2) = second_moment(state), group["betas"]
     return group["lr"] * coming_corrections(beta1, t) / ((second / (1 - beta2**t)).sqrt() + group["eps"])
 
 
