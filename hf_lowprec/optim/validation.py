@@ -100,8 +100,8 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
             arguments[name].check(name, value, place)
     if optimizer.offload_states and optimizer.needs_whole_tensors(group):
         raise ValueError(
-            f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW, Adam, "
-            "RAdam, Lion, Adan or SGD"
+            f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW or Adam "
+            "without factored=True, RAdam, Lion, Adan or SGD"
         )
     optimizer.check_hyperparameters(group)
     _check_state_dtype(optimizer, group, where)

@@ -144,15 +144,15 @@ class Pair:
                 assert same, (key, *where)
 
 
-def check(name: str, make, mesh, shapes, placements, backend: str, then: str | None = None, **options) -> None:
-    """Train a pair and compare; from step 3 in the mode `then`."""
+def check(name: str, make, mesh, shapes, placements, backend: str, then: dict | None = None, **options) -> None:
+    """Train a pair and compare; from step 3 with the settings `then`."""
     pair = Pair(make, mesh, shapes, placements, backend, **options)
     for step in range(1, STEPS + 1):
         if step == 2:
             pair.load(with_whole=False)
         optimizers = pair.whole, pair.sharded
         for group in (group for each in optimizers for group in each.param_groups) if then and step == 3 else ():
-            group["rounding"] = then
+            group |= then
         monitors = list(map(hf_lowprec.PrecisionMonitor, optimizers)) if step == 3 else []
         for monitor in monitors:
             monitor.measure_next_step()
@@ -266,14 +266,16 @@ def checks_of_a_sharding(name: str, mesh, shapes, placements, backend: str) -> l
     checks = [of(AdamW, rounding=rounding) for rounding in ("kahan", "stochastic")]
     checks += [of(AdamW, rounding="split", gradient_release=True), of(AdamW, skip_nonfinite=True, **NO_LIMIT)]
     checks += [of(Adafactor, **NO_LIMIT, **options) for options in FACTORED]
+    checks += [of(AdamW, rounding="stochastic", factored=True)]
     if backend == "triton":
         return checks
     # No backend does what the others look at: whole tensors, averages, low bits that are kept, changes of the mode.
     checks += [of(StableAdamW, **NO_LIMIT), of(muon, **NO_LIMIT)]
     checks += [of(ScheduleFreeAdamW, rounding=rounding) for rounding in ("split", "kahan", "stochastic")]
     checks += [of(AdamW, rounding=rounding, low=True) for rounding in ("kahan", "split")]
-    checks += [of(AdamW, rounding="kahan", then=then) for then in ("stochastic", "split")]
-    checks += [of(AdamW, rounding="split", then="kahan")]
+    checks += [of(AdamW, rounding="kahan", then={"rounding": mode}) for mode in ("stochastic", "split")]
+    checks += [of(AdamW, rounding="split", then={"rounding": "kahan"})]
+    checks += [of(AdamW, factored=factored, then={"factored": not factored}) for factored in (True, False)]
     if name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
         checks += [partial(check_monitor_of_torch, name, mesh, shapes, placements)]
     return checks
@@ -288,6 +290,7 @@ MAKE_IN_8_BITS = [
     *((make, {"backend": "eager"}) for make in (StableAdamW, muon)),  # of no backend's doing
     (Adafactor, {"beta1": 0.9}),
     (Adafactor, {"rounding": "stochastic", **NO_LIMIT}),
+    (AdamW, {"rounding": "stochastic", "factored": True}),
 ]
 
 

@@ -241,13 +241,14 @@ def convert_factored(optimizer: Algorithm, group: ParamGroup, param: Tensor, sta
         names, saved = whole.factored or (), storage_keys(whole.name, state.keys())
         if saved[0] in state and not own.keys().isdisjoint(names):
             value, changes = value_in(state, whole.name), [*changes, f"{whole.name} to means over rows and columns"]
-            new = {
-                name: _placed_as(value.mean(own[name].mean_over, True, dtype=torch.float64).float(), param, own[name])
-                for name in names
-            }
+            new = {}
+            for name in names:
+                dim = own[name].mean_over or 0
+                mean = (value.sum(dim, True, dtype=torch.float64) / max(param.shape[dim], 1)).float()
+                new[name] = _placed_as(mean, param, own[name])
         elif names and state.keys() >= {*names} and whole.name in own:
             (row, column), changes = (state[name] for name in names), [*changes, f"{whole.name} from its means"]
-            value = row * column / row.mean(-2, keepdim=True).clamp(min=SMALLEST_NORMAL)
+            value = (row / row.mean(-2, True, dtype=torch.float64).clamp(min=SMALLEST_NORMAL)).float() * column
             new = stored_as(_placed_as(value, param, whole), new_state_dtype(whole, group, param), whole.name)
             saved = names
         else:

@@ -17,7 +17,7 @@ NAMES = sorted(ALGORITHMS)
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Adafactor": [{"beta1": 0.9, "weight_decay": 0.1}, {}, {"relative_step": False, "scale_parameter": False}],
     "Adam": [{"amsgrad": True, "weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "AdamW": [{"amsgrad": True}, {"weight_decay": 0.0}, {"betas": (0.0, 0.5), "eps": 1e-4}],
+    "AdamW": [{"amsgrad": True}, {"weight_decay": 0.0}, {"betas": (0.0, 0.5), "eps": 1e-4}, {"factored": True}],
     "Adan": [{"weight_decay": 0.1}, {"no_prox": True, "weight_decay": 0.1}],
     "Lion": [{"weight_decay": 0.1}, {"betas": (0.5, 0.6)}],
     "Muon": [{}, {"nesterov": False, "adjust_lr_fn": "original"}, {"ns_steps": 3, "weight_decay": 0.0}],
