@@ -69,6 +69,7 @@ REFUSED = {
     "StableAdamW": (StableAdamW, "StableAdamW needs whole tensors"),
     "ScheduleFreeAdamW": (ScheduleFreeAdamW, r"ScheduleFreeAdamW changes weights in eval\(\)"),
     "Prodigy": (Prodigy, "Prodigy needs whole tensors"),
+    "factored": (lambda params: hf_lowprec.AdamW(params, factored=True), "use AdamW without factored=True"),
     "Adafactor": (Adafactor, "Adafactor needs whole tensors"),
     "gradient_release": (lambda params: hf_lowprec.AdamW(params, gradient_release=True), "gradient_release=True"),
     "states": (stepped, "SGD has states already; build a new one"),

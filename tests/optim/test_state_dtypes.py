@@ -191,6 +191,60 @@ def test_states_of_torchs_optimizers_are_encoded():
     train(ours, 1)
 
 
+# Factored second moments.
+
+MEANS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
+
+
+@pytest.mark.parametrize("theirs", [False, True], ids=["ours", "torch's"])
+@pytest.mark.parametrize("state_dtype", [BF16, INT8])
+def test_a_second_moment_becomes_its_means(state_dtype, theirs):
+    """When it is loaded, or if the setting changes between two steps. What is saved then resumes bit for bit.
+
+    Torch's is rounded to `state_dtype` before. Vectors keep their second moment.
+    """
+    options = {"amsgrad": False, "state_dtype": state_dtype}
+    source = torch.optim.AdamW(parameters(), lr=1e-2) if theirs else adamw(**options)
+    train(source, 3)
+    params = [nn.Parameter(param.detach().clone()) for param in params_of(source)]
+    target = adamw(params=params, factored=True, **options)
+    notes = notes_of_loading(target, copy.deepcopy(source.state_dict()))
+    assert any("exp_avg_sq to means over rows and columns" in note for note in notes)
+    for param, old in zip(params_of(target), source.state.values(), strict=True):
+        new, stored = target.state[param], expected("exp_avg_sq", old, dtype_of("exp_avg_sq", param, state_dtype))
+        second, names = exact("exp_avg_sq", stored).double(), new.keys() - {"step", "compensation"}
+        assert {name for name in names if "_sq" in name} == ({"exp_avg_sq"} if param.ndim == 1 else {*MEANS})
+        for name, dim in MEANS.items() if param.ndim > 1 else ():
+            torch.testing.assert_close(new[name].double(), second.mean(dim, keepdim=True), rtol=2**-24, atol=0)
+    train(target, 1)
+    again = adamw(params=[nn.Parameter(param.detach().clone()) for param in params], factored=True, **options)
+    assert notes_of_loading(again, copy.deepcopy(target.state_dict())) == []
+    same = [target, again]
+    if not theirs:
+        source.param_groups[0]["factored"] = True
+        train(source, 1)
+        same.append(source)
+    for optimizer in same:
+        train(optimizer, 2, seed=7)
+    for other in same[1:]:
+        assert_equal(list(map(torch.Tensor.detach, params_of(other))), [param.detach() for param in params])
+        assert_equal(other.state_dict()["state"], target.state_dict()["state"])
+
+
+def test_means_become_a_second_moment_again():
+    """The product of both, divided by the mean of all: exact where the second moment is such a product."""
+    source, target = adamw(3, amsgrad=False, factored=True), adamw(amsgrad=False, state_dtype=FP32)
+    (note,) = notes_of_loading(target, source.state_dict())
+    assert note.startswith(NOTE) and "exp_avg_sq from its means" in note
+    for old, new in zip(source.state.values(), target.state.values(), strict=True):
+        if "exp_avg_sq_row" in old:
+            row, column = (old[name].double() for name in MEANS)
+            second = row * column / row.mean(-2, keepdim=True)
+            torch.testing.assert_close(new["exp_avg_sq"].double(), second, rtol=3 * 2**-24, atol=0)
+            assert not MEANS.keys() & new.keys()
+    train(target, 1)
+
+
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RAdam])
 @pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")
 def test_torchs_optimizers_do_not_take_codes_for_values(cls):

@@ -244,8 +244,8 @@ def convert_factored(optimizer: Algorithm, group: ParamGroup, param: Tensor, sta
             new = {}
             for name in names:
                 dim = own[name].mean_over or 0
-                mean = (value.sum(dim, True, dtype=torch.float64) / max(param.shape[dim], 1)).float()
-                new[name] = _placed_as(mean, param, own[name])
+                total = _placed_as(value.sum(dim, True, dtype=torch.float64), param, own[name])
+                new[name] = (total / max(param.shape[dim], 1)).float()
         elif names and state.keys() >= {*names} and whole.name in own:
             (row, column), changes = (state[name] for name in names), [*changes, f"{whole.name} from its means"]
             value = (row / row.mean(-2, True, dtype=torch.float64).clamp(min=SMALLEST_NORMAL)).float() * column
