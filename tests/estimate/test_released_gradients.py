@@ -17,6 +17,7 @@ from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 BATCH, LENGTH, WORDS, BUCKET = 2, 16, 2048, 1 << 17
 RELEASED = "gradient_release=True"
+IN_8_BITS = {"state_dtype": "int8"}
 
 
 @pytest.fixture(autouse=True)
@@ -26,31 +27,31 @@ def small_buckets(monkeypatch):
 
 def build(tied: bool, device: str = "cpu") -> LlamaForCausalLM:
     torch.manual_seed(0)
-    size = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.device(device):
         return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, tie_word_embeddings=tied, **size))
 
 
 @pytest.mark.combinations(1)
 @pytest.mark.parametrize(
-    ("tied", "optim", "in_8_bits", "released"),
+    ("tied", "optim", "options", "released"),
     [
-        pytest.param(True, "adamw_bf16_split", False, False, marks=pytest.mark.every_case),
-        pytest.param(True, "adamw_bf16_split", False, True, marks=pytest.mark.every_case),
-        (True, "adamw_bf16_kahan", True, False),
-        pytest.param(True, "adamw_bf16_sr", True, True, marks=pytest.mark.every_case),
-        (False, "adamw_bf16_split", True, True),
-        (False, "adafactor_bf16_split", False, False),
-        pytest.param(True, "adafactor_bf16_sr", False, True, marks=pytest.mark.every_case),
+        pytest.param(True, "adamw_bf16_split", {}, False, marks=pytest.mark.every_case),
+        pytest.param(True, "adamw_bf16_split", {}, True, marks=pytest.mark.every_case),
+        (True, "adamw_bf16_kahan", IN_8_BITS, False),
+        pytest.param(True, "adamw_bf16_sr", IN_8_BITS, True, marks=pytest.mark.every_case),
+        (False, "adamw_bf16_split", IN_8_BITS, True),
+        (False, "adafactor_bf16_split", {}, False),
+        (True, "adamw_bf16_sr", {"factored": True, **IN_8_BITS}, True),
+        pytest.param(True, "adafactor_bf16_sr", {}, True, marks=pytest.mark.every_case),
     ],
 )
-def test_the_peak_of_a_training_step_is_the_estimate(tied, optim, in_8_bits, released):
+def test_the_peak_of_a_training_step_is_the_estimate(tied, optim, options, released):
     """Within 1%: scalars and tables are not counted."""
     model = build(tied)
     hf_lowprec.cast_model(model)
     return_float32(model, next_to_loss=False)
-    options = ["state_dtype=int8"] * in_8_bits + [RELEASED] * released
-    make, keywords = hf_lowprec.optimizer_factory(optim, state_dtype=torch.int8 if in_8_bits else None)
+    make, keywords = hf_lowprec.optimizer_factory(optim, **options)
     optimizer = make(model.parameters(), gradient_release=released, **keywords)
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH))
 
@@ -64,7 +65,9 @@ def test_the_peak_of_a_training_step_is_the_estimate(tied, optim, in_8_bits, rel
     with torch.backends.mkldnn.flags(enabled=False):  # it takes scratch memory on some processors
         found = held + peak_allocation(step)
     empty = build(tied, "meta")
-    row = low_precision_row(empty, optim, ",".join(options) or None)
+    row = low_precision_row(
+        empty, optim, ",".join([*(f"{key}={value}" for key, value in options.items()), *[RELEASED] * released]) or None
+    )
     row = row._replace(activations=estimate_activations(empty, BATCH, LENGTH))
     assert row.memory.total - row.memory.gradients.total() == pytest.approx(held, rel=0.01)  # gradients are not held
     assert row.peak(1, 1) == pytest.approx(found, rel=0.01)
