@@ -68,8 +68,8 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
     name = type(optimizer).__name__
     if any(map(optimizer.needs_whole_tensors, optimizer.param_groups)):
         raise ValueError(
-            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW without factored=True, or train "
-            "with FSDP2"
+            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW without factored=True, or "
+            "train with FSDP2"
         )
     if hasattr(optimizer, "eval"):
         raise ValueError(

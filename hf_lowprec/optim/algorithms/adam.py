@@ -70,7 +70,7 @@ class Adam(LowPrecisionOptimizer):
         """Raise ValueError if the maximum of a factored second moment is asked for."""
         if group.get("factored") and self.options(group)["amsgrad"]:
             raise ValueError(
-                "factored=True keeps no second moment of single elements for amsgrad=True; use one of both"
+                "factored=True keeps no second moment of elements, of which amsgrad=True needs the maximum"
             )
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Adam(LowPrecisionOptimizer):
         weight: Tensor, grad: Tensor, state: Values, scalars: Values, decoupled: bool, **options: bool
     ) -> Tensor:
         """`g²`, where `g` contains the L2 penalty."""
-        grad = grad if decoupled else grad + weight * scalars.decay
+        grad = _with_penalty(weight, grad, scalars, decoupled)
         return grad * grad
 
     @staticmethod
@@ -101,24 +101,24 @@ class Adam(LowPrecisionOptimizer):
 
         If the decay is not decoupled, `d = wd`, the gradient is `g + d·w`, and the term `d·w` is omitted.
         """
-        if not decoupled:
-            grad = grad + weight * scalars.decay
-        exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
-        moments = {"exp_avg": exp_avg}
+        grad = _with_penalty(weight, grad, scalars, decoupled)
+        new = {"exp_avg": state.exp_avg * scalars.beta1 + grad * scalars.gain1}
         if not hasattr(state, "row_factor"):
-            moments["exp_avg_sq"] = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
+            new["exp_avg_sq"] = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
         if amsgrad:
-            largest = torch.where(
-                moments["exp_avg_sq"] > state.max_exp_avg_sq, moments["exp_avg_sq"], state.max_exp_avg_sq
-            )
-            moments["max_exp_avg_sq"] = largest
-        change = exp_avg * scalars.step_size / _denominator({**vars(state), **moments}, scalars, amsgrad)
-        return -(change + weight * scalars.decay if decoupled else change), moments
+            second, largest = new["exp_avg_sq"], state.max_exp_avg_sq
+            new["max_exp_avg_sq"] = torch.where(second > largest, second, largest)
+        change = new["exp_avg"] * scalars.step_size / _denominator({**vars(state), **new}, scalars, amsgrad)
+        return -(change + weight * scalars.decay if decoupled else change), new
 
     @staticmethod
     def feed_back(error: Tensor, state: Values, scalars: Values, amsgrad: bool, **options: bool) -> dict[str, Tensor]:
         """`m' = m - e·(√v·b + ε)·(1-β1)/(a·β1)`."""
         return {"exp_avg": state.exp_avg - error * _denominator(vars(state), scalars, amsgrad) * scalars.feedback}
+
+
+def _with_penalty(weight: Tensor, grad: Tensor, scalars: Values, decoupled: bool) -> Tensor:
+    return grad if decoupled else grad + weight * scalars.decay
 
 
 def _denominator(state: dict[str, Tensor], scalars: Values, amsgrad: bool) -> Tensor:
