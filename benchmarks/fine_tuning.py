@@ -1,4 +1,4 @@
-"""How far from FP32 fine-tuning ends, and which share of the weight changes rounding loses: a small Llama with Trainer.
+"""How far from FP32 fine-tuning ends, in loss and weights, and what rounding loses of updates: a Llama with Trainer.
 
 A byte-level Llama with 0.7 million parameters is pre-trained in FP32 on the standard library, and fine-tuned in each
 way on Python's language reference. Within a seed, all ways start from the same weights and see the same data.
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from benchmarks.evidence.training.text import held_out, standard_library
 from benchmarks.record import write_record
-from hf_lowprec import LowPrecisionCallback, PrecisionMonitor
+from hf_lowprec import LowPrecisionCallback, PrecisionMonitor, fp32_state_dict
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision, sum_over_steps
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 
@@ -32,7 +32,15 @@ MEASURED = 25
 """Steps at which lost updates are measured."""
 STOCK = {"fp32": torch.float32, "nearest": torch.bfloat16}
 """Dtypes of the whole model with torch's AdamW."""
-WAYS = (*STOCK, *(f"{mode}{states}" for states in ("", "-8bit") for mode in ("split", "kahan", "sr")))
+OPTIONS = {
+    **{f"{mode}{states}": {"optim": f"adamw_bf16_{mode}", "optim_args": "state_dtype=int8" * bool(states)}
+       for states in ("", "-8bit") for mode in ("split", "kahan", "sr")},
+    "sr-without-feedback": {"optim": "adamw_bf16_sr", "optim_args": "error_feedback=False"},
+    "sr-factored-8bit": {"optim": "adamw_bf16_sr", "optim_args": "factored=True,state_dtype=int8"},
+    "adafactor-8bit": {"optim": "adafactor_bf16_sr", "optim_args": "beta1=0.9,state_dtype=int8"},
+}  # fmt: skip
+"""Of TrainingArguments, for the optimizers of this package."""
+WAYS = (*STOCK, *OPTIONS)
 PRE_TRAINING = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
 FINE_TUNING = {"learning_rate": 2e-5, "lr_scheduler_type": "constant_with_warmup"}
 Blocks = list[dict[str, torch.Tensor]]
@@ -108,18 +116,16 @@ def llama(seed: int) -> LlamaForCausalLM:
 
 
 def train(model: Any, way: str, data: tuple[Blocks, Blocks], steps: int, seed: int, **settings: Any) -> dict[str, Any]:
-    """Train in place; returns the validation loss and the share of weight changes that was lost."""
+    """Train in place; returns the validation loss, the share of weight changes that was lost, and the FP32 weights."""
     watch = LostUpdates(max(1, steps // MEASURED))
     callbacks: list[TrainerCallback] = [watch]
-    mode, _, states = way.partition("-")
-    if mode in STOCK:
+    if way in STOCK:
         frequencies = model.model.rotary_emb.inv_freq
-        model.to(STOCK[mode]).model.rotary_emb.inv_freq = frequencies  # in BF16, they are wrong with any optimizer
+        model.to(STOCK[way]).model.rotary_emb.inv_freq = frequencies  # in BF16, they are wrong with any optimizer
     else:
         callbacks.insert(0, LowPrecisionCallback(report=False, log_lost_updates=False))
-        settings |= {"optim_args": "state_dtype=int8"} if states else {}
     args = TrainingArguments(
-        gettempdir(), optim="adamw_torch" if mode in STOCK else f"adamw_bf16_{mode}", max_steps=steps,
+        gettempdir(), max_steps=steps, **OPTIONS.get(way, {"optim": "adamw_torch"}),
         per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, warmup_steps=max(1, steps // 20),
         weight_decay=0.01, seed=seed, prediction_loss_only=True, save_strategy="no", logging_strategy="no",
         report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **settings,
@@ -127,19 +133,30 @@ def train(model: Any, way: str, data: tuple[Blocks, Blocks], steps: int, seed: i
     trainer = Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    return {"loss": trainer.evaluate()["eval_loss"], "lost": watch.share()}
+    ours = unwrap_optimizer(trainer.optimizer)
+    exact = model.state_dict() if way in STOCK else fp32_state_dict(model, ours)
+    weights = torch.cat([exact[name].float().flatten() for name, _ in model.named_parameters()])
+    return {"loss": trainer.evaluate()["eval_loss"], "lost": watch.share(), "weights": weights}
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:
-    """A Markdown table: means ± standard deviations over seeds; differences are paired by seed."""
-    lines = ["| optimizer | validation loss | difference from FP32 | updates lost |", "| --- | ---: | ---: | ---: |"]
+    """A Markdown table: means ± standard deviations over seeds; differences are paired by seed.
+
+    The distance from FP32's weights is relative to how far these have moved.
+    """
+    lines = [
+        "| optimizer | validation loss | difference from FP32 | distance from FP32 | updates lost |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for way, found in runs.items():
         losses = [run["loss"] for run in found]
         apart = [loss - exact["loss"] for loss, exact in zip(losses, runs["fp32"], strict=True)]
         spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in (losses, apart)]
         difference = "" if way == "fp32" else f"{statistics.mean(apart):+.5f} ± {spread[1]:.5f}"
         lost = "" if way == "fp32" else f"{abs(100 * statistics.mean(run['lost'] for run in found)):.1f}%"
-        lines.append(f"| {way} | {statistics.mean(losses):.4f} ± {spread[0]:.4f} | {difference} | {lost} |")
+        distance = "" if way == "fp32" else f"{statistics.mean(run['distance'] for run in found):.3f}"
+        loss = f"{statistics.mean(losses):.4f} ± {spread[0]:.4f}"
+        lines.append(f"| {way} | {loss} | {difference} | {distance} | {lost} |")
     return "\n".join(lines)
 
 
@@ -147,7 +164,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=1000, help="of pre-training, and of fine-tuning")
-    parser.add_argument("--ways", default=",".join(WAYS), help="fp32 and others")
+    parser.add_argument("--ways", default=",".join(WAYS), help="fp32 first")
     parser.add_argument("--output", type=Path, help="a JSON file")
     options = parser.parse_args(words)
     transformers.logging.set_verbosity_error()
@@ -157,9 +174,13 @@ def main(words: Sequence[str] | None = None) -> None:
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways.split(",")}
     for seed in range(options.seeds):
         trained = llama(seed)
-        train(trained, "fp32", first, options.steps, seed, **PRE_TRAINING)
+        start = train(trained, "fp32", first, options.steps, seed, **PRE_TRAINING)["weights"]
+        exact = None
         for way, found in runs.items():
             found.append(train(copy.deepcopy(trained), way, second, options.steps, seed, **FINE_TUNING))
+            weights = found[-1].pop("weights")
+            exact = weights if exact is None else exact
+            found[-1]["distance"] = float((weights - exact).norm() / (exact - start).norm())
             print(f"seed {seed}, {way}: {found[-1]}", flush=True)
     print(table(runs))
     write_record(options.output, steps=options.steps, runs=runs)

@@ -93,6 +93,22 @@ def test_the_sum_of_squares_of_nvidia(dtype):
     assert abs(total / expected - 1) <= 2 * 2.0**-41  # see `test_sums.py`
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("state_dtype", [BF16, torch.int8])
+def test_error_feedback_takes_few_instructions(state_dtype):
+    """Six per element, of which a thread has eight; neither another division nor another root."""
+    require_triton()
+    counts = []
+    for error_feedback in (None, False):
+        gpu, param = EmulatedGpu(90), nn.Parameter(torch.ones(64, 64, dtype=BF16))
+        param.grad = torch.ones_like(param)
+        with gpu.steps():
+            options = {"rounding": "stochastic", "state_dtype": state_dtype, "error_feedback": error_feedback}
+            AdamW([param], backend="triton", **options).step()
+        counts.append(gpu.instructions["step_ragged"])
+    assert 0 < counts[0] - counts[1] <= 6 * 8
+
+
 @contextlib.contextmanager
 def emulated(folder: Path, processor: str, flags=FLAGS) -> Iterator[list[EmulatedLibrary]]:
     """Let optimizers that take their first step in this context use emulated libraries, which are listed here."""

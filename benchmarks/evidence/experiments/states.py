@@ -29,6 +29,9 @@ WAYS = {
         for states, dtype in _STATES.items()
         if (mode := MODES[key])
     },
+    "split-factored": Mode("split, factored second moment", "split", options={"factored": True}),
+    "feedback-factored": Mode("stochastic, factored second moment", "stochastic", options={"factored": True}),
+    "factored-8-bit": MODES["factored-int8"],
     "split-BF16-nearest": Mode("split, BF16 states rounded to nearest", "split", options={"state_rounding": "nearest"}),
 }
 

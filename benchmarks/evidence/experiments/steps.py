@@ -47,7 +47,7 @@ class Settings:
 
     modes: tuple[str, ...] = (
         *("fp32", PERTURBED, "feedback", "sr", "split", "kahan", "nearest"),
-        *("feedback-int8", "sr-int8", "split-int8", "autocast"),
+        *("feedback-int8", "factored-int8", "sr-int8", "split-int8", "autocast"),
     )
     seeds: int = 10
     steps: int = 100_000
@@ -155,6 +155,7 @@ _CLAIMS = {
     "kahan": "Kahan summation",
     "nearest": "rounding to nearest, norms too",
     "feedback-int8": "stochastic rounding, 8-bit states",
+    "factored-int8": "stochastic rounding, factored second moment and 8-bit momentum",
     "sr-int8": "stochastic rounding without feedback, 8-bit states",
     "split-int8": "split, 8-bit states",
     "autocast": "autocast",

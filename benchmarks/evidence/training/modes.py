@@ -74,6 +74,9 @@ MODES = {
     "kahan": Mode("Kahan", "kahan"),
     "feedback": Mode("stochastic", "stochastic"),
     "feedback-int8": Mode("stochastic, 8-bit states", "stochastic", options=INT8),
+    "factored-int8": Mode(
+        "stochastic, factored second moment, 8-bit momentum", "stochastic", options=INT8 | {"factored": True}
+    ),
     "sr": Mode("stochastic without feedback", "stochastic", options=WITHOUT),
     "sr-int8": Mode("stochastic without feedback, 8-bit states", "stochastic", options=INT8 | WITHOUT),
 }

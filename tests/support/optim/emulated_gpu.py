@@ -31,12 +31,14 @@ class EmulatedGpu:
     Attributes:
         tensors: returns all memory that a launch may access, besides its arguments.
         launches: how often each kernel was launched, by name.
+        instructions: the number of a kernel's instructions, by name.
     """
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.tensors: Callable[[], Iterable[Tensor]] = tuple
         self.launches: Counter[str] = Counter()
+        self.instructions: dict[str, int] = {}
 
     def kernel(self, source: str, name: str) -> _Kernel:
         """A Triton function of a Python source, which is launched as if Triton had made it."""
@@ -100,3 +102,4 @@ class _Kernel(InPlaceOfAKernel):
         addresses = [tensor.data_ptr() for tensor in tensors]
         ptx_interpreter.run(program, blocks, addresses, memory)
         self._gpu.launches[self._name] += 1
+        self._gpu.instructions[self._name] = len(program.code)
