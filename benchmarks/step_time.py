@@ -71,9 +71,12 @@ def modes(shapes: Shapes) -> Optimizers:
         found["optimi AdamW, BF16, Kahan"] = optimi_kahan(parameters(shapes, BF16), lr=LR, weight_decay=DECAY)
     else:
         print("optimi is not installed (pip install torch-optimi): left out")
-    for mode in ("split", "kahan", "stochastic", "nearest"):
+    rows: dict[str, dict[str, Any]] = {mode: {"rounding": mode} for mode in ("split", "kahan", "stochastic", "nearest")}
+    rows["stochastic without feedback"] = {"rounding": "stochastic", "error_feedback": False}
+    rows["stochastic, factored"] = {"rounding": "stochastic", "factored": True}
+    for name, options in rows.items():
         params = parameters(shapes, BF16)
-        found[f"hf_lowprec AdamW, {mode}"] = AdamW(params, lr=LR, weight_decay=DECAY, rounding=mode, backend="native")
+        found[f"hf_lowprec AdamW, {name}"] = AdamW(params, lr=LR, weight_decay=DECAY, backend="native", **options)
     return found
 
 
