@@ -44,6 +44,7 @@ MODES = [
     ("full", "adamw_bf16_split", [RELEASED]),
     ("sharded", "adamw_bf16_split", [RELEASED, DELAYED]),
     ("sharded", "adafactor_bf16_split", ["beta1=0.9", IN_8_BITS]),
+    ("sharded", "adamw_bf16_sr", ["factored=True", IN_8_BITS]),
     ("full", "adafactor_bf16_sr", [RELEASED, DELAYED]),
     ("ddp", "adafactor_bf16_kahan", []),
 ]

@@ -61,17 +61,19 @@ def test_what_stays_in_bf16_is_named():
 
 
 @pytest.mark.parametrize(
-    ("options", "states"),
+    ("options", "how"),
     [
-        ({"rounding": "split", "state_dtype": INT8}, "8-bit states stochastic, "),
-        ({"rounding": "kahan", "state_dtype": INT8}, "16-bit and 8-bit states stochastic, "),
-        ({"rounding": "split", "state_dtype": torch.float32}, ""),
-        ({"rounding": "split", "state_rounding": "nearest"}, "16-bit states nearest, "),
+        ({"rounding": "split", "state_dtype": INT8}, "split, 8-bit states stochastic"),
+        ({"rounding": "kahan", "state_dtype": INT8}, "kahan, 16-bit and 8-bit states stochastic"),
+        ({"rounding": "split", "state_dtype": torch.float32}, "split"),
+        ({"rounding": "split", "state_rounding": "nearest"}, "split, 16-bit states nearest"),
+        ({"rounding": "stochastic"}, "stochastic with error feedback, 16-bit states stochastic"),
+        ({"rounding": "stochastic", "error_feedback": False}, "stochastic, 16-bit states stochastic"),
     ],
 )
-def test_the_report_says_how_the_states_that_there_are_are_rounded(options, states):
+def test_the_report_says_how_weights_and_the_states_that_there_are_are_rounded(options, how):
     trained = nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64))
     cast = hf_lowprec.cast_model(trained)
     groups = [{"params": part.parameters()} for part in trained]  # as Trainer's: that of the norms is FP32
     lines = precision_report(trained, hf_lowprec.AdamW(groups, **options), cast).splitlines()
-    assert f"  rounding        weights {options['rounding']}, {states}seed 0" in lines
+    assert f"  rounding        weights {how}, seed 0" in lines

@@ -100,7 +100,8 @@ def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
             continue
         tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
         bits = {8 * tensor.dtype.itemsize for tensor in tensors if tensor.accumulates}
-        bits_by_rounding[group["rounding"], group["state_rounding"], group["seed"]] |= bits - {32}
+        rounding = group["rounding"] + " with error feedback" * optimizer.feeds_back(group)
+        bits_by_rounding[rounding, group["state_rounding"], group["seed"]] |= bits - {32}
     modes = []
     for (rounding, state_rounding, seed), bits in sorted(bits_by_rounding.items()):
         sizes = " and ".join(f"{count}-bit" for count in sorted(bits, reverse=True))
