@@ -142,7 +142,7 @@ def train(model: Any, way: str, data: tuple[Blocks, Blocks], steps: int, seed: i
 def table(runs: dict[str, list[dict[str, float]]]) -> str:
     """A Markdown table: means ± standard deviations over seeds; differences are paired by seed.
 
-    The distance from FP32's weights is relative to how far these have moved.
+    The distance from FP32's weights is relative to how far these have moved, where it was measured.
     """
     lines = [
         "| optimizer | validation loss | difference from FP32 | distance from FP32 | updates lost |",
@@ -154,7 +154,8 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
         spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in (losses, apart)]
         difference = "" if way == "fp32" else f"{statistics.mean(apart):+.5f} ± {spread[1]:.5f}"
         lost = "" if way == "fp32" else f"{abs(100 * statistics.mean(run['lost'] for run in found)):.1f}%"
-        distance = "" if way == "fp32" else f"{statistics.mean(run['distance'] for run in found):.3f}"
+        measured = way != "fp32" and all("distance" in run for run in found)
+        distance = f"{statistics.mean(run['distance'] for run in found):.3f}" if measured else ""
         loss = f"{statistics.mean(losses):.4f} ± {spread[0]:.4f}"
         lines.append(f"| {way} | {loss} | {difference} | {distance} | {lost} |")
     return "\n".join(lines)

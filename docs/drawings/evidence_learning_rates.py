@@ -27,12 +27,12 @@ def draw(theme: Theme) -> Figure:
     ax.axhline(1, color=theme.fp32, linewidth=0.8, alpha=0.5)
     shown = (
         ("nearest", theme.nearest, "rounded to nearest", (3e-6, 0.2)),
-        ("sr", theme.stochastic, "stochastic", (1.9e-7, 0.6)),
-        ("split", theme.kahan, "split, and Kahan (dotted)", (3e-6, 0.85)),
-        ("kahan", theme.kahan, "", (1e-5, 0.5)),
+        ("feedback", theme.stochastic, "stochastic, and without feedback (dotted)", (1.9e-7, 0.6)),
+        ("sr", theme.stochastic, "", (1e-5, 0.5)),
+        ("split", theme.kahan, "split", (3e-6, 0.85)),
     )
     for mode, color, words, place in shown:
-        style = {"linestyle": (0, (1, 1.5))} if mode == "kahan" else {}
+        style = {"linestyle": (0, (1, 1.5))} if mode == "sr" else {}
         line(ax, mode, rates, progress(mode) / progress("fp32"), color=color, **style)
         ax.text(*place, words, color=color)
     ax.set(xscale="log", xlim=(rates[0], rates[-1]), ylim=(-0.1, 1.3), xlabel="learning rate")

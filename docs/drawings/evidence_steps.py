@@ -26,15 +26,14 @@ def draw(theme: Theme) -> Figure:
     ax.set_title("Validation loss, less that of FP32", color=theme.ink)
     ax.axhspan(-LIMIT, LIMIT, color=theme.fill, alpha=0.6, linewidth=0)
     shown = (
-        ("sr", theme.stochastic, "stochastic rounding", 0.0125),
-        ("kahan", theme.kahan, "Kahan, and split (dotted)", -0.0065),
-        ("split", theme.kahan, "", 0),
+        ("sr", theme.nearest, "stochastic rounding without feedback", 0.0125),
+        ("feedback", theme.stochastic, "stochastic rounding", 0.0035),
+        ("split", theme.kahan, "split", -0.0065),
     )
     for case, color, words, place in shown:
         pairs = [paired(*each) for each in zip(losses[case], losses["fp32"], strict=True)]
         mean, half = (np.array([getattr(each, name) for each in pairs]) for name in ("mean", "half"))
-        style = {"linestyle": (0, (1, 1.5))} if case == "split" else {}
-        line(ax, case, steps, mean, color=color, **style)
+        line(ax, case, steps, mean, color=color)
         ax.fill_between(steps, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
         ax.text(1100, place, words, color=color)
     nearest = losses["nearest"] - losses["fp32"]

@@ -1,4 +1,4 @@
-"""One weight over a thousand steps of AdamW, stored in BF16 and rounded three ways, next to FP32."""
+"""One weight over a thousand steps of AdamW, stored in BF16 and rounded in four ways, next to FP32."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ COPIES = 4096  # of the weight, which differ in their random bits alone
 
 @functools.cache
 def trained() -> dict[str, torch.Tensor]:
-    """Change of the weight after each step: `(STEPS + 1,)`, of stochastic rounding `(STEPS + 1, COPIES)`."""
+    """Change of the weight after each step: `(STEPS + 1,)`, or rounded stochastically `(STEPS + 1, COPIES)`."""
     generator = torch.Generator().manual_seed(1)
     # The gradient is noise around a mean that changes its sign, so that the weight turns.
     mean = torch.cos(torch.linspace(0, 1.45 * torch.pi, STEPS)) * -0.5
     grads = (mean + torch.randn(STEPS, generator=generator)).to(torch.bfloat16)
     weights = {"fp32": torch.full((1,), START, requires_grad=True)}
-    for rounding, count in (("nearest", 1), ("kahan", 1), ("stochastic", COPIES)):
-        weights[rounding] = torch.full((count,), START, dtype=torch.bfloat16, requires_grad=True)
-    groups = [{"params": [weight], "rounding": name} for name, weight in weights.items() if name != "fp32"]
-    ours = hf_lowprec.AdamW(groups, lr=LR, weight_decay=0.0)
-    fp32 = torch.optim.AdamW([weights["fp32"]], lr=LR, weight_decay=0.0)
+    for name, count in (("nearest", 1), ("kahan", 1), ("stochastic", COPIES), ("feedback", COPIES)):
+        weights[name] = torch.full((count,), START, dtype=torch.bfloat16, requires_grad=True)
+    adamw = functools.partial(hf_lowprec.AdamW, lr=LR, weight_decay=0.0)
+    ours = adamw([{"params": [weights[name]], "rounding": name} for name in ("nearest", "kahan")])
+    others = [
+        torch.optim.AdamW([weights["fp32"]], lr=LR, weight_decay=0.0),
+        adamw([weights["stochastic"]], rounding="stochastic", error_feedback=False),
+        adamw([weights["feedback"]], rounding="stochastic"),
+    ]
     found = {name: [torch.zeros_like(weight, dtype=torch.float32)] for name, weight in weights.items()}
     found["sum"] = [torch.zeros(1)]
     for grad in grads:
         for weight in weights.values():
             weight.grad = torch.full_like(weight, grad.item())
-        ours.step()
-        fp32.step()
+        for optimizer in (ours, *others):
+            optimizer.step()
         for name, weight in weights.items():
             found[name].append(weight.detach().float() - START)
         found["sum"].append(found["kahan"][-1] + ours.state[weights["kahan"]]["compensation"].float())
@@ -43,14 +47,15 @@ def trained() -> dict[str, torch.Tensor]:
 
 
 def draw(theme: Theme) -> Figure:
-    """Three panels: nearest, Kahan and stochastic, each with FP32."""
+    """Four panels: nearest, Kahan, and stochastic without and with error feedback, each with FP32."""
     every = slice(None, None, 4)  # as many points as can be seen
     steps = torch.arange(STEPS + 1)[every].numpy()
     values = {name: change[every].numpy() / SPACING for name, change in trained().items()}
-    found, axes = figure(theme, 6.9, rows=3, sharex=True)
-    found.subplots_adjust(left=0.13, right=0.965, top=0.96, bottom=0.075, hspace=0.3)
+    found, axes = figure(theme, 9.0, rows=4, sharex=True)
+    found.subplots_adjust(left=0.13, right=0.965, top=0.97, bottom=0.058, hspace=0.28)
     titles = ("Nearest: the weight never moves", "Kahan: weight + compensation follows FP32")
-    titles += ("Stochastic: each run wanders, the mean follows",)
+    titles += ("Stochastic alone: each run wanders, the mean follows",)
+    titles += ("Stochastic with error feedback: each run follows",)
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title, color=theme.ink)
         ax.set_ylim(-8, 9)
@@ -58,7 +63,7 @@ def draw(theme: Theme) -> Figure:
         ax.grid(axis="y", color=theme.fill, linewidth=0.8)
         ax.set_axisbelow(True)
         line(ax, "fp32", steps, values["fp32"], color=theme.fp32, linewidth=4.5, alpha=0.35, solid_capstyle="round")
-    nearest, kahan, stochastic = axes
+    nearest, kahan, stochastic, feedback = axes
     line(nearest, "nearest", steps, values["nearest"], color=theme.nearest)
     nearest.text(330, 4.9, "FP32", color=theme.fp32, ha="center")
     nearest.text(330, -2, "BF16 weight", color=theme.nearest, ha="center")
@@ -66,14 +71,13 @@ def draw(theme: Theme) -> Figure:
     line(kahan, "sum", steps, values["sum"], color=theme.kahan, linestyle=(0, (1, 1)), linewidth=2.4)
     kahan.text(330, 5.2, "BF16 weight, in steps", color=theme.kahan, ha="center")
     kahan.text(330, -2, "weight + compensation, dotted", color=theme.kahan, ha="center")
-    for k in range(3):
-        one = values["stochastic"][:, k]
-        line(stochastic, f"stochastic-{k}", steps, one, color=theme.stochastic, linewidth=0.8, alpha=0.8)
-    mean = values["stochastic"].mean(axis=1)
-    line(stochastic, "stochastic-mean", steps, mean, color=theme.stochastic, linewidth=2.4)
+    for ax, name in ((stochastic, "stochastic"), (feedback, "feedback")):
+        for k in range(3):
+            line(ax, f"{name}-{k}", steps, values[name][:, k], color=theme.stochastic, linewidth=0.8, alpha=0.8)
+        line(ax, f"{name}-mean", steps, values[name].mean(axis=1), color=theme.stochastic, linewidth=2.4)
     stochastic.text(330, 6.8, "three runs, thin", color=theme.stochastic, ha="center")
     stochastic.text(330, -3.6, f"mean of {COPIES} runs, thick", color=theme.stochastic, ha="center")
     kahan.set_ylabel("change of the weight, in BF16 spacings")
-    stochastic.set_xlabel(f"steps of AdamW at a learning rate of {LR:g}".replace("e-05", "e-5"))
-    stochastic.set_xlim(0, STEPS)
+    feedback.set_xlabel(f"steps of AdamW at a learning rate of {LR:g}".replace("e-05", "e-5"))
+    feedback.set_xlim(0, STEPS)
     return found

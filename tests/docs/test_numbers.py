@@ -63,13 +63,18 @@ def at_a_glance() -> list[str]:
 def losses_on_text() -> list[str]:
     rows, names = (
         cells(fine_tuning_table(result("fine-tuning")["runs"])),
-        {"fp32": "FP32 AdamW", "nearest": "BF16 nearest"},
+        {
+            "fp32": "FP32 AdamW",
+            "nearest": "BF16 nearest",
+            "sr-without-feedback": "`adamw_bf16_sr`, `error_feedback=False`",
+            "sr-factored-8bit": "`adamw_bf16_sr`, `factored=True`, 8-bit momentum",
+        },
     )
     found = []
     for way, *values in rows:
         mode, _, states = way.partition("-")
-        name = names.get(way, f"`adamw_bf16_{mode}`") + (", 8-bit states" if states else "")
-        found.append(row(name, *values).replace("|  |", "| |").replace("|  |", "| |"))
+        name = names.get(way, f"`adamw_bf16_{mode}`" + (", 8-bit states" if states else ""))
+        found.append(re.sub(r"\|  (?=\|)", "| ", row(name, *values)))
     return found
 
 
