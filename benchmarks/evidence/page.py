@@ -34,7 +34,8 @@ There are three sizes. Without `--night` or `--full`, the same experiment is sma
 [the experiment's file](../../benchmarks/evidence/experiments) before it runs.
 
 **What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds count from 0.
-BF16 modes round these weights; split and Kahan summation keep what is rounded off. "Rounding to nearest" is plain
+BF16 modes round these weights; split and Kahan summation keep what is rounded off. Stochastic rounding has error
+feedback, unless the row says "without". "Rounding to nearest" is plain
 `model.to(bfloat16)` with torch's optimizer, norms included; all others keep norms in FP32. States are in BF16, unless
 said otherwise. Losses are those of text that is held out, in nats per byte; differences are from FP32.
 

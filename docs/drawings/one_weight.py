@@ -54,7 +54,7 @@ def draw(theme: Theme) -> Figure:
     found, axes = figure(theme, 9.0, rows=4, sharex=True)
     found.subplots_adjust(left=0.13, right=0.965, top=0.97, bottom=0.058, hspace=0.28)
     titles = ("Nearest: the weight never moves", "Kahan: weight + compensation follows FP32")
-    titles += ("Stochastic alone: each run wanders, the mean follows",)
+    titles += ("Stochastic alone: runs wander, their mean follows",)
     titles += ("Stochastic with error feedback: each run follows",)
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title, color=theme.ink)
