@@ -32,7 +32,6 @@ RECIPES = {
     "seq2seq": 5.9,
     "vision": 0.4,
     "continued_pretraining": 5.0,
-    "cooldown": 5.0,
 }
 
 
@@ -50,26 +49,10 @@ def test_a_recipe_learns(tmp_path, recipe):
     assert "lost_updates" in out and [fault.what for fault in FAULTS.values() if fault.what in out] == []
     before, after = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", out).groups())
     assert after < RECIPES[recipe] < before
-    mode = "stochastic" if recipe in ("continued_pretraining", "cooldown") else "split"
+    mode = "stochastic" if recipe == "continued_pretraining" else "split"
     assert out.count(f"rounding        weights {mode}") == 1
     saved = load_file(next(tmp_path.glob("*.safetensors")))
     assert {tensor.dtype for tensor in saved.values()} >= {torch.bfloat16}
-
-
-@pytest.mark.every_case
-@pytest.mark.slow
-def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
-    """The switch is at step 48 of 60; checkpoints of 40 and 50 give what an uninterrupted run gives, bit for bit."""
-    saving = ["--save_strategy", "steps", "--save_steps", 10, "--disable_tqdm", "True"]
-    out = run("cooldown.py", "--smoke", "--output_dir", tmp_path, *saving)
-    assert "weights ended in the mode split" in out
-    weights = load_file(tmp_path / "model.safetensors")
-    for step in (40, 50):
-        checkpoint = tmp_path / f"checkpoint-{step}"
-        out = run("cooldown.py", "--smoke", "--output_dir", tmp_path, "--resume_from_checkpoint", checkpoint, *saving)
-        assert "weights ended in the mode split" in out
-        resumed = load_file(tmp_path / "model.safetensors")
-        assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), step
 
 
 LAUNCHES = [pytest.param(*case, marks=pytest.mark.every_case) for case in (("ddp", 2, "DDP"), ("hsdp", 4, "HSDP"))]
