@@ -50,14 +50,15 @@ def at_a_glance() -> list[str]:
             *('`adamw_bf16_sr`, `optim_args="state_dtype=int8"`', "6.06", fine_tuning("sr-8bit")),
             "hf_lowprec AdamW, stochastic, 8-bit states",
         ),
+        ('`adamw_bf16_sr`, `optim_args="factored=True,state_dtype=int8"`', "5.03", fine_tuning("sr-factored-8bit"), ""),
     )
     first, found = next(iter(speeds.values())), []
     for label, size, runs, optimizer in ways:
         lost = f"{abs(mean(run['lost'] for run in runs)):.0%}" + "⁴" * ("_sr" in label)
         speed = speeds.get(optimizer.replace("hf_lowprec AdamW,", "BF16, hf_lowprec"), first if size == "16" else None)
         ratio = "" if speed is None else f"{speed / first:.2f} ×"
-        found.append(row(label, size, lost, f"{mean(run['loss'] for run in runs):.4f}", steps[optimizer], ratio))
-    return [text.replace("  ", " ") for text in found]
+        found.append(row(label, size, lost, f"{mean(run['loss'] for run in runs):.4f}", steps.get(optimizer, ""), ratio))
+    return [re.sub(r"\|  (?=\|)", "| ", text) for text in found]
 
 
 def losses_on_text() -> list[str]:
