@@ -45,9 +45,11 @@ def check_new_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None
     Argument(float, default=0.0, ge=0).check("lr", group["lr"])
     check_group(optimizer, group, where)
     if optimizer.error_feedback and not optimizer.feeds_back(group):
-        needed = (
-            "an update that is linear in a momentum" if MODES[group["rounding"]].random else "rounding='stochastic'"
-        )
+        needed = "an update that is linear in a momentum"
+        if not MODES[group["rounding"]].random:
+            needed = "rounding='stochastic'"
+        elif optimizer.feed_back and not optimizer.orthogonalizes(group):
+            needed = "a momentum that decays"
         raise ValueError(
             f"error_feedback=True needs {needed}, which {where} of {type(optimizer).__name__} lacks; leave "
             "it out: errors are fed back wherever that is possible"
