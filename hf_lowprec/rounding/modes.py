@@ -7,6 +7,7 @@ of `MODES`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -52,6 +53,7 @@ class State:
         scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
         factored: the names of its means over rows and over columns, which parameters with two dimensions or more have
             in its place; None for states that all parameters have.
+        if_smaller: whether only parameters have the means for which they take less memory than the state in BF16.
         mean_over: the dimension, -1 or -2, over which it is a mean, and in which its length is 1; None for states of
             the parameter's shape.
     """
@@ -64,11 +66,13 @@ class State:
     nonnegative: bool = False
     scale_of: str | None = None
     factored: tuple[str, str] | None = None
+    if_smaller: bool = False
     mean_over: int | None = None
 
     def of_shape(self, shape: torch.Size) -> tuple[State, ...]:
         """The states that parameters of `shape` have for it: itself, or its means, which are FP32."""
-        if self.factored is None or len(shape) < 2:
+        smaller = 2 * sum(shape[-2:]) < math.prod(shape[-2:])  # four bytes for each row and column, two for an element
+        if self.factored is None or len(shape) < 2 or (self.if_smaller and not smaller):
             return (self,)
         return tuple(
             State(name, self.role, accumulates=False, dtype=torch.float32, mean_over=dim)

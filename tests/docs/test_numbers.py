@@ -57,7 +57,9 @@ def at_a_glance() -> list[str]:
         lost = f"{abs(mean(run['lost'] for run in runs)):.0%}" + "⁴" * ("_sr" in label)
         speed = speeds.get(optimizer.replace("hf_lowprec AdamW,", "BF16, hf_lowprec"), first if size == "16" else None)
         ratio = "" if speed is None else f"{speed / first:.2f} ×"
-        found.append(row(label, size, lost, f"{mean(run['loss'] for run in runs):.4f}", steps.get(optimizer, ""), ratio))
+        found.append(
+            row(label, size, lost, f"{mean(run['loss'] for run in runs):.4f}", steps.get(optimizer, ""), ratio)
+        )
     return [re.sub(r"\|  (?=\|)", "| ", text) for text in found]
 
 

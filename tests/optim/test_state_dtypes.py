@@ -313,7 +313,7 @@ def test_groups_and_states_of_their_own():
         for group, dtype in zip(optimizer.param_groups, dtypes, strict=True):
             group["state_dtype"] = dtype
     converted, replaced = sorted(notes_of_loading(target, source.state_dict()))
-    assert converted.endswith(": exp_avg from float32 to int8, exp_avg_sq from float32 to bfloat16")
+    assert "AdamW: exp_avg from float32 to int8, exp_avg_sq from float32 to bfloat16; values" in converted
     assert "state_dtype=torch.float32 (was None)" in replaced
     assert [group["state_dtype"] for group in target.param_groups] == [wanted[0], FP32]
     for number, (param, theirs) in enumerate(zip(params_of(target), source.state.values(), strict=True)):

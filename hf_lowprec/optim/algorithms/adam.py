@@ -32,7 +32,7 @@ class Adam(LowPrecisionOptimizer):
         amsgrad: use the maximum of all past second moments.
         maximize: maximize the objective instead of minimizing it.
         decoupled_weight_decay: use AdamW's decoupled weight decay instead of the L2 penalty.
-        factored: of parameters with two dimensions or more, keep the second moment as means over rows and columns.
+        factored: keep the second moment of matrices as means over rows and columns, see `AdamW`.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
@@ -61,7 +61,8 @@ class Adam(LowPrecisionOptimizer):
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments, and with `amsgrad` the maximum of the second."""
         means = ("exp_avg_sq_row", "exp_avg_sq_col") if group.get("factored") else None
-        moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True, factored=means)
+        exp_avg_sq = State("exp_avg_sq", role=1, nonnegative=True, factored=means, if_smaller=True)
+        moments = State("exp_avg", role=2), exp_avg_sq
         if not self.options(group)["amsgrad"]:
             return moments
         return (*moments, State("max_exp_avg_sq", role=3, accumulates=False, nonnegative=True))

@@ -165,7 +165,8 @@ def _prepare(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str
     notes = _notes(optimizer, formats, prepared_groups)
     if changes:
         notes.append(
-            f"saved states were converted to the settings of this {name}, rounded to nearest: {', '.join(changes)}"
+            f"saved states were converted to the settings of this {name}: {', '.join(changes)}; values were rounded to "
+            "nearest"
         )
     if was_nearest:
         notes.append(

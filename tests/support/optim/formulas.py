@@ -89,7 +89,7 @@ def factored_adam(weight, grad, state, t, options):
     )
     grad = grad if decoupled else grad + decay * weight
     new = {"exp_avg": beta1 * state["exp_avg"] + (1 - beta1) * grad}
-    if grad.ndim > 1:
+    if grad.ndim > 1 and 4 * sum(grad.shape[-2:]) < 2 * math.prod(grad.shape[-2:]):  # bytes
         for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
             new[name] = beta2 * state[name] + (1 - beta2) * grad.square().mean(dim, keepdim=True)
     else:
