@@ -18,7 +18,8 @@ def draw(theme: Theme) -> Figure:
         "adamw_bf16_split": functools.partial(AdamW, rounding="split"),
         "adamw_bf16_sr": functools.partial(AdamW, rounding="stochastic"),
         "the same, int8 states": functools.partial(AdamW, rounding="stochastic", state_dtype=torch.int8),
+        "and factored": functools.partial(AdamW, rounding="stochastic", state_dtype=torch.int8, factored=True),
     }
-    found, ax = chart(theme, 2.4, FP32 | {label: (torch.bfloat16, make) for label, make in ours.items()})
+    found, ax = chart(theme, 2.8, FP32 | {label: (torch.bfloat16, make) for label, make in ours.items()})
     ax.text(11.95, 1, "remainder", color=theme.stochastic, ha="left", va="center")
     return found

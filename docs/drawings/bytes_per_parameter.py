@@ -13,7 +13,7 @@ from style import Theme, figure
 import hf_lowprec
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
-ROWS = 256
+ROWS = 4096
 PARTS = ("weight", "gradient", "states", "low_bits")
 
 
