@@ -67,7 +67,7 @@ class Algorithm(torch.optim.Optimizer):
     `state.column_factor`."""
 
     feed_back: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
-    """Error feedback, a static method: `(error, state, scalars, **options) -> new states`.
+    """Error feedback (as ECO's, arXiv:2601.22101), a static method: `(error, state, scalars, **options) -> new states`.
 
     It takes `error`, what stochastic rounding took from the weight in this step, and returns the momentum with which
     the following steps add it again, in all. `state` has the new states, and `scalars.feedback` is from `feedback`.
