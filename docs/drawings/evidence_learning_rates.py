@@ -27,11 +27,11 @@ def draw(theme: Theme) -> Figure:
     ax.axhline(1, color=theme.fp32, linewidth=0.8, alpha=0.5)
     shown = (
         ("nearest", theme.nearest, "rounded to nearest", (3e-6, 0.2)),
-        ("feedback", theme.stochastic, "stochastic, and without feedback (dotted)", (1.9e-7, 0.6)),
-        ("sr", theme.stochastic, "", (1e-5, 0.5)),
+        ("feedback", theme.stochastic, "stochastic", (1.9e-7, 1.2)),
+        ("sr", theme.stochastic, "stochastic without feedback, dotted", (1.9e-7, 0.6)),
         ("split", theme.kahan, "split", (3e-6, 0.85)),
     )
-    for mode, color, words, place in shown:
+    for mode, color, words, place in (each for each in shown if f"tune {each[0]} {rates[0]:g}" in cases):
         style = {"linestyle": (0, (1, 1.5))} if mode == "sr" else {}
         line(ax, mode, rates, progress(mode) / progress("fp32"), color=color, **style)
         ax.text(*place, words, color=color)

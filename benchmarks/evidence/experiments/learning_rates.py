@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.evidence.experiments.steps import distance, snapshot
+from benchmarks.evidence.experiments.steps import snapshot
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
 from benchmarks.evidence.statistics import exceeds, paired
@@ -23,6 +24,7 @@ from benchmarks.evidence.training.replicas import Replicas, Shape
 from hf_lowprec import fp32_state_dict
 
 START = "start"
+ROUNDED = "rounded"
 STALLED = 0.5
 """A mode stalls where it makes less than this share of FP32's progress."""
 
@@ -95,13 +97,20 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 
 
 def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """How far the weights are from FP32's after fine-tuning, relative to how far these have moved; of each seed."""
+    """How far weights are from FP32's after fine-tuning, relative to how far these have moved; of each seed.
+
+    And how far the first weights are from themselves, rounded to BF16.
+    """
     found: dict[str, list[float]] = {}
-    for case in (case for case in results if case.startswith("tune") and work.path(case, "npy").exists()):
-        start, exact = work.path(START, "npy"), work.path(f"tune fp32 {case.split()[2]}", "npy")
-        if case.split()[1] != "fp32" and start.exists() and exact.exists():
-            apart, moved = distance(work.path(case, "npy"), exact), distance(start, exact)
-            found[case] = [one / other for one, other in zip(apart, moved, strict=True)]
+    for rate in settings.rates:
+        paths = {name: work.path(f"tune {name} {rate:g}", "npy") for name in settings.modes}
+        if not (work.path(START, "npy").exists() and paths["fp32"].exists()):
+            continue
+        first, exact = np.load(work.path(START, "npy")), np.load(paths["fp32"])
+        weights = {f"tune {name} {rate:g}": np.load(path) - exact for name, path in paths.items() if path.exists()}
+        weights[f"{ROUNDED} {rate:g}"] = torch.from_numpy(first).bfloat16().float().numpy() - first
+        moved = np.linalg.norm(exact - first, axis=1)
+        found |= {case: (np.linalg.norm(apart, axis=1) / moved).tolist() for case, apart in weights.items()}
     return {"distance": found}
 
 
@@ -147,10 +156,12 @@ def section(record: dict[str, Any]) -> Section:
         "to compare with."
     )
     apart = record["compared"].get("distance", {})
+    labels = {f"tune {mode}": MODES[mode].label for mode in modes[1:]}
+    labels[ROUNDED] = "the first weights from themselves, rounded to BF16"
     distances = [
-        [MODES[mode].label, *(f"{np.mean(apart[f'tune {mode} {rate:g}']):.3f}" for rate in settings.rates)]
-        for mode in modes
-        if all(f"tune {mode} {rate:g}" in apart for rate in settings.rates)
+        [label, *(f"{np.mean(apart[f'{case} {rate:g}']):.3f}" for rate in settings.rates)]
+        for case, label in labels.items()
+        if all(f"{case} {rate:g}" in apart for rate in settings.rates)
     ]
     tables = [
         *(
@@ -158,13 +169,13 @@ def section(record: dict[str, Any]) -> Section:
             for end in (".svg#only-light", "-dark.svg#only-dark")
         ),
         f"Progress in fine-tuning, as a share of FP32's, by rate:\n\n{_table(settings.rates, shares)}",
-        "Distance from FP32's weights after fine-tuning, relative to how far these have moved, by rate:\n\n"
-        + _table(settings.rates, distances),
+        *([f"{_DISTANCE}\n\n{_table(settings.rates, distances)}"] if distances else []),
         f"Final loss of training from random weights, by rate:\n\n{_table(settings.large_rates, ends)}",
     ]
     return Section("Learning rates", words, rows, tables)
 
 
+_DISTANCE = "Distance from FP32's weights after fine-tuning, relative to how far these have moved, by rate:"
 _PICTURE = "Progress in fine-tuning by learning rate, as a share of FP32's, for nearest, stochastic, Kahan and split"
 
 

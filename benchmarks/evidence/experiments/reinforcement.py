@@ -197,8 +197,9 @@ def section(record: dict[str, Any]) -> Section:
     """Who earns FP32's reward, and what is published."""
     results, settings, steps = record["cases"], record["settings"], record["settings"]["steps"]
     probe = f"{settings['probe']:g} {STALE}"
+    modes = [mode for mode in ARGUMENTS if any(case.startswith(f"{mode} ") for case in results)]
     named = [*(f"{rate:g}" for rate in settings["rates"]), probe]
-    done = [rate for rate in named if all(f"{mode} {rate}" in results for mode in ARGUMENTS)]
+    done = [rate for rate in named if all(f"{mode} {rate}" in results for mode in modes)]
     if not done:
         return Section("Reinforcement learning", "No rate has the results of all modes yet.", [], [])
     small = done[0]
@@ -231,7 +232,7 @@ def section(record: dict[str, Any]) -> Section:
         return Row(claim, f"{found.mean:.1%} ± {found.half:.1%}", word, *source)
 
     rows = list[Row]()
-    for mode in [mode for mode in ARGUMENTS if mode != "fp32"]:
+    for mode in [mode for mode in modes if mode != "fp32"]:
         claim = f"{MODES[mode].label}: as much reward as FP32, at a rate of {small}"
         rows.append(reward_row(claim, mode, small))
     if small == f"{1e-6:g}":
@@ -248,7 +249,7 @@ def section(record: dict[str, Any]) -> Section:
         rows.append(reward_row(claim, "nearest", probe, "better", *source))
 
     def table(cell: Callable[[str, str], str]) -> str:
-        return markdown_table(["", *done], [[MODES[m].label, *(cell(m, rate) for rate in done)] for m in ARGUMENTS])
+        return markdown_table(["", *done], [[MODES[m].label, *(cell(m, rate) for rate in done)] for m in modes])
 
     def reward_cell(mode: str, rate: str) -> str:
         found, word = compared(mode, rate)
