@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from statistics import mean
+from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -54,7 +54,9 @@ def at_a_glance() -> list[str]:
     )
     first, found = next(iter(speeds.values())), []
     for label, size, runs, optimizer in ways:
-        lost = f"{abs(mean(run['lost'] for run in runs)):.0%}" + "⁴" * ("_sr" in label)
+        shares = [run["lost"] for run in runs]
+        chance = 2 * stdev(shares) / len(shares) ** 0.5  # stochastic rounding loses nothing on average
+        lost = f"{max(abs(mean(shares)) - chance, 0):.0%}" + "⁴" * ("_sr" in label)
         speed = speeds.get(optimizer.replace("hf_lowprec AdamW,", "BF16, hf_lowprec"), first if size == "16" else None)
         ratio = "" if speed is None else f"{speed / first:.2f} ×"
         found.append(
