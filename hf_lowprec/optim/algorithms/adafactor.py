@@ -129,7 +129,7 @@ class Adafactor(LowPrecisionOptimizer):
     @staticmethod
     def averaged_square(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
         """`g²`, plus `square_eps`."""
-        return grad * grad + scalars.square_eps
+        return _square(grad, scalars)
 
     @staticmethod
     def normalized_square(weight: Tensor, grad: Tensor, state: Values, scalars: Values, **options: bool) -> Tensor:
@@ -160,8 +160,12 @@ class Adafactor(LowPrecisionOptimizer):
         return -(change + weight * scalars.decay), states
 
 
+def _square(grad: Tensor, scalars: Values) -> Tensor:
+    return grad * grad + scalars.square_eps
+
+
 def _second_moment(grad: Tensor, state: Values, scalars: Values) -> Tensor:
-    return state.variance * scalars.beta2 + (grad * grad + scalars.square_eps) * scalars.gain2
+    return state.variance * scalars.beta2 + _square(grad, scalars) * scalars.gain2
 
 
 def _normalized(grad: Tensor, state: Values, scalars: Values) -> Tensor:

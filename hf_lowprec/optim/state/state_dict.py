@@ -257,7 +257,8 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
             "there yourself, put it in the group as well"
         )
     saved = {**{key: defaults[key] for key in missing}, **saved}
-    saved |= {key: group[key] for key in ("factored",) if key in group}
+    if "factored" in group:
+        saved["factored"] = group["factored"]
     if group["state_dtype"] is not None:
         saved["state_dtype"] = group["state_dtype"]
         if requests_8_bits(group):

@@ -236,6 +236,8 @@ def convert_factored(optimizer: Algorithm, group: ParamGroup, param: Tensor, sta
         Each conversion in words.
     """
     changes: list[str] = []
+    if "factored" not in group:  # no choice
+        return changes
     own = {stored.name: stored for stored in optimizer.stored_states(group, param)}
     for whole in optimizer.states({**group, "factored": True}):
         names, saved = whole.factored or (), storage_keys(whole.name, state.keys())
