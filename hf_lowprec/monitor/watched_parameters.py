@@ -120,7 +120,7 @@ class ParameterSamples:
 
     @cached_property
     def _is_padded(self) -> bool:
-        """Whether some rows are padded with zeros."""
+        """Whether rows of small tensors end in zeros, which stand for no element."""
         return min(self.counts) < self._size
 
     def clear_padding(self, matrix: Tensor) -> Tensor:

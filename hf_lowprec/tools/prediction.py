@@ -16,8 +16,8 @@ is the fractional part of `u/s`: about `s·|u|` for small updates. The noise of 
 variances `v_t` add up. So do those of the displacement that the updates themselves cause, `Σ_t E[u_t²]·persistence`.
 The ratio of the two sums' roots is the *noise* of a run.
 
-**Error feedback** (`Algorithm.feed_back`) pays back `1-β` of what is owed in every step. So what is owed follows
-`O' = β·O + e`, with the rounding error `e`, and has the variance `E[e²]/(1-β²)`:
+**Error feedback** (`Algorithm.feed_back`) adds `1-β` of the outstanding error to the weight in each step. With the
+step's own rounding error `e`, the outstanding error becomes `O' = β·O + e`. Its variance is `E[e²]/(1-β²)`:
 
 - Errors of the updates give `v/(1-β²)`, with the mean `v` of `v_t`.
 - Payments are rounded as well. If the exact weight is at a fraction `φ` of its spacing, the stored one jumps up with

@@ -222,7 +222,7 @@ class Classifier(nn.Module):
 
 
 def check_shapes(folder: str, stage: int) -> None:
-    """What depends on shapes is the same where `zero.Init` has left the parameters empty."""
+    """`zero.Init` leaves parameters empty; what depends on their shapes must not change."""
     decided = []
     for partitioned in (False, True):
         model = Classifier()

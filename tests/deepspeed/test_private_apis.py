@@ -35,7 +35,7 @@ STATE_KEYS = {
 
 
 def names() -> dict[str, list[str]]:
-    """What ZeRO optimizers of both stages around torch's AdamW have, their state dicts, and parameters under ZeRO 3."""
+    """The attributes of ZeRO's optimizers around torch's AdamW, of their state dicts, and of ZeRO 3's parameters."""
     found = {}
     for stage in (2, 3):
         model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)

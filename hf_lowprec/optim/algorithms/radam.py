@@ -82,7 +82,7 @@ class RAdam(Adam):
 
 
 def _rectification(beta2: float, step: Any) -> tuple[Any, Any]:
-    """Whether `step` is rectified, 1 or 0, and by which factor."""
+    """Return 1 if `step` is rectified, else 0; and the factor of its step size."""
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
     rectified = (rho > _MIN_SMA_LENGTH) * 1.0

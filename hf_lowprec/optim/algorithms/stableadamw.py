@@ -98,7 +98,7 @@ class StableAdamW(LowPrecisionOptimizer):
 
 
 def _divisor(scalars: Values) -> Tensor:
-    """What divides the learning rate: `max(1, RMS)`."""
+    """`max(1, RMS)`, by which the learning rate is divided."""
     rms = sqrt_rn(scalars.mean_square)
     return torch.where(rms > 1.0, rms, 1.0)
 
