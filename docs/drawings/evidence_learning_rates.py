@@ -1,4 +1,4 @@
-"""The share of FP32's progress that each mode makes in fine-tuning, by learning rate, from the record."""
+"""How far fine-tuned weights are from FP32's in each mode, by learning rate, from the record."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "evide
 def draw(theme: Theme) -> Figure:
     """One panel."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    cases, rates = record["cases"], record["settings"]["rates"]
-
-    def progress(mode: str) -> np.ndarray:
-        runs = (cases[f"tune {mode} {rate:g}"] for rate in rates)
-        return np.array([np.mean(np.subtract(run["before"], run["after"])) for run in runs])
-
-    found, (ax,) = figure(theme, 3.4)
-    found.subplots_adjust(left=0.12, right=0.97, top=0.89, bottom=0.17)
-    ax.set_title("Progress in fine-tuning, as a share of FP32's", color=theme.ink)
-    ax.axhline(1, color=theme.fp32, linewidth=0.8, alpha=0.5)
+    apart, rates = record["compared"]["distance"], record["settings"]["rates"]
+    found, (ax,) = figure(theme, 3.9)
+    found.subplots_adjust(left=0.12, right=0.97, top=0.9, bottom=0.15)
+    ax.set_title("Distance from FP32's weights / their displacement", color=theme.ink)
+    dotted = {"linestyle": (0, (1, 1.5))}
     shown = (
-        ("nearest", theme.nearest, "rounded to nearest", (3e-6, 0.2)),
-        ("feedback", theme.stochastic, "stochastic", (1.9e-7, 1.2)),
-        ("sr", theme.stochastic, "stochastic without feedback, dotted", (1.9e-7, 0.6)),
-        ("split", theme.kahan, "split", (3e-6, 0.85)),
+        ("tune nearest", theme.nearest, "rounded to nearest", (2.0e-5, 1.25), {}),
+        ("tune sr", theme.stochastic, "without feedback, dotted", (1.3e-6, 5.0), dotted),
+        ("tune feedback", theme.stochastic, "stochastic", (4.4e-5, 0.14), {}),
+        ("rounded", theme.faint, "rounding of\nthe first weights", (1.2e-7, 0.6), {}),
+        ("tune split", theme.kahan, "split", (2.6e-6, 0.027), {}),
     )
-    for mode, color, words, place in (each for each in shown if f"tune {each[0]} {rates[0]:g}" in cases):
-        style = {"linestyle": (0, (1, 1.5))} if mode == "sr" else {}
-        line(ax, mode, rates, progress(mode) / progress("fp32"), color=color, **style)
+    for case, color, words, place, style in shown:
+        distances = [np.mean(apart[f"{case} {rate:g}"]) for rate in rates]
+        line(ax, case.replace(" ", "-"), rates, distances, color=color, **style)
         ax.text(*place, words, color=color)
-    ax.set(xscale="log", xlim=(rates[0], rates[-1]), ylim=(-0.1, 1.3), xlabel="learning rate")
+    ax.set(xscale="log", yscale="log", xlim=(rates[0], rates[-1]), ylim=(0.008, 30), xlabel="learning rate")
     return found

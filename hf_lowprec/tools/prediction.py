@@ -63,9 +63,10 @@ _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 PREDICTED_MODES = {"nearest": (1.0, False), "stochastic": (1.0, True), "split": (2.0**-16, False)}
 """The predicted modes: the spacing of what they store, relative to the weight's, and whether it is stochastic."""
 MUCH_NOISE = 10.0
-"""Too much. With up to 7 times as much noise as updates move weights, fine-tuning makes 93% and more of FP32's
-progress, with 12 times 91%, with 21 times 87%, with 37 times 41%; with 4 times, reinforcement learning earns what FP32
-does, all without error feedback (`docs/performance/evidence.md`, learning rates and reinforcement learning)."""
+"""Too much. With up to 12 times as much noise as updates move weights, fine-tuning makes 94% and more of FP32's
+progress; with 21 and 37 times, FP32 itself progresses too little to compare. With 4 times, reinforcement learning earns
+what FP32 does. All without error feedback (`docs/performance/evidence.md`, learning rates and reinforcement
+learning)."""
 SOME_NOISE = 0.5
 """Up to here stochastic rounding is recommended: weights then move 12% further than their updates move them (√1.25)."""
 EVALUATED_STEPS = 256

@@ -176,7 +176,7 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _DISTANCE = "Distance from FP32's weights after fine-tuning, relative to how far these have moved, by rate:"
-_PICTURE = "Progress in fine-tuning by learning rate, as a share of FP32's, for nearest, stochastic, Kahan and split"
+_PICTURE = "Distance from FP32's weights by learning rate, for nearest, stochastic with and without feedback, and split"
 
 
 def _claim_of_ozkara(stochastic: float, mixed: float, settings: Settings) -> Row:
