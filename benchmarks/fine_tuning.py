@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -30,17 +31,18 @@ from hf_lowprec.optim.param_groups import unwrap_optimizer
 LENGTH, BATCH, VALIDATION_BLOCKS = 128, 4, 128
 MEASURED = 25
 """Steps at which lost updates are measured."""
-STOCK = {"fp32": torch.float32, "nearest": torch.bfloat16}
+STOCK = {"fp32": torch.float32, "autocast": torch.float32, "nearest": torch.bfloat16}
 """Dtypes of the whole model with torch's AdamW."""
 OPTIONS = {
+    "autocast": {"optim": "adamw_torch", "bf16": True},
     **{f"{mode}{states}": {"optim": f"adamw_bf16_{mode}", "optim_args": "state_dtype=int8" * bool(states)}
        for states in ("", "-8bit") for mode in ("split", "kahan", "sr")},
     "sr-without-feedback": {"optim": "adamw_bf16_sr", "optim_args": "error_feedback=False"},
     "sr-factored-8bit": {"optim": "adamw_bf16_sr", "optim_args": "factored=True,state_dtype=int8"},
     "adafactor-8bit": {"optim": "adafactor_bf16_sr", "optim_args": "beta1=0.9,state_dtype=int8"},
 }  # fmt: skip
-"""Of TrainingArguments, for the optimizers of this package."""
-WAYS = (*STOCK, *OPTIONS)
+"""Of TrainingArguments, unless they are torch's AdamW in the model's dtype."""
+WAYS = ("fp32", "nearest", *(way for way in OPTIONS if way not in STOCK))
 PRE_TRAINING = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
 FINE_TUNING = {"learning_rate": 2e-5, "lr_scheduler_type": "constant_with_warmup"}
 Blocks = list[dict[str, torch.Tensor]]
@@ -115,28 +117,63 @@ def llama(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(model: Any, way: str, data: tuple[Blocks, Blocks], steps: int, seed: int, **settings: Any) -> dict[str, Any]:
-    """Train in place; returns the validation loss, the share of weight changes that was lost, and the FP32 weights."""
-    watch = LostUpdates(max(1, steps // MEASURED))
-    callbacks: list[TrainerCallback] = [watch]
+class StepTimes(TrainerCallback):
+    """Takes the time of each step, without that of other callbacks."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._begun)
+
+
+def to_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Convert a Llama as `from_pretrained` does: frequencies stay FP32, since in BF16 they are wrong."""
+    frequencies = model.model.rotary_emb.inv_freq
+    model.to(dtype).model.rotary_emb.inv_freq = frequencies
+
+
+def train(
+    model: Any, way: str, data: Blocks, steps: int, seed: int, batch: int = BATCH, measured: int = MEASURED, **more: Any
+) -> tuple[Trainer, dict[str, Any]]:
+    """Train in place.
+
+    Args:
+        model: a Llama.
+        way: one of `STOCK` or `OPTIONS`.
+        data: to train on.
+        steps: how many.
+        seed: of the order of the data.
+        batch: blocks per step.
+        measured: steps at which lost updates are measured.
+        more: of `TrainingArguments`.
+
+    Returns:
+        The trainer; and the median time of a step in seconds, the share of weight changes that was lost, and the FP32
+        weights.
+    """
+    watch, times = LostUpdates(max(1, steps // measured)), StepTimes()
+    callbacks: list[TrainerCallback] = [watch, times]
     if way in STOCK:
-        frequencies = model.model.rotary_emb.inv_freq
-        model.to(STOCK[way]).model.rotary_emb.inv_freq = frequencies  # in BF16, they are wrong with any optimizer
+        to_dtype(model, STOCK[way])
     else:
         callbacks.insert(0, LowPrecisionCallback(report=False, log_lost_updates=False))
     args = TrainingArguments(
         gettempdir(), max_steps=steps, **OPTIONS.get(way, {"optim": "adamw_torch"}),
-        per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, warmup_steps=max(1, steps // 20),
+        per_device_train_batch_size=batch, per_device_eval_batch_size=batch, warmup_steps=max(1, steps // 20),
         weight_decay=0.01, seed=seed, prediction_loss_only=True, save_strategy="no", logging_strategy="no",
-        report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **settings,
+        report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **more,
     )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=callbacks)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     ours = unwrap_optimizer(trainer.optimizer)
     exact = model.state_dict() if way in STOCK else fp32_state_dict(model, ours)
     weights = torch.cat([exact[name].float().flatten() for name, _ in model.named_parameters()])
-    return {"loss": trainer.evaluate()["eval_loss"], "lost": watch.share(), "weights": weights}
+    return trainer, {"step_seconds": statistics.median(times.seconds), "lost": watch.share(), "weights": weights}
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:
@@ -175,11 +212,12 @@ def main(words: Sequence[str] | None = None) -> None:
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways.split(",")}
     for seed in range(options.seeds):
         trained = llama(seed)
-        start = train(trained, "fp32", first, options.steps, seed, **PRE_TRAINING)["weights"]
+        start = train(trained, "fp32", first[0], options.steps, seed, **PRE_TRAINING)[1]["weights"]
         exact = None
         for way, found in runs.items():
-            found.append(train(copy.deepcopy(trained), way, second, options.steps, seed, **FINE_TUNING))
-            weights = found[-1].pop("weights")
+            trainer, result = train(copy.deepcopy(trained), way, second[0], options.steps, seed, **FINE_TUNING)
+            weights = result.pop("weights")
+            found.append({"loss": trainer.evaluate(second[1])["eval_loss"], **result})
             exact = weights if exact is None else exact
             found[-1]["distance"] = float((weights - exact).norm() / (exact - start).norm())
             print(f"seed {seed}, {way}: {found[-1]}", flush=True)

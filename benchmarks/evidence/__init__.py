@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXPERIMENTS = (
     "steps",
     "scale",
+    "pretrained",
     "learning-rates",
     "states",
     "reinforcement",

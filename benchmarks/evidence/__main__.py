@@ -52,6 +52,9 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.evidence", *sys.argv[1:], "--processes=1"]  # the last one counts
     others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(options.processes - 1)]
     for found in map(experiment, names):
+        if not options.names and (missing := found.missing()):
+            print(f"{found.name} is left out: {missing}", flush=True)
+            continue
         record = harness.run(found, options.size, cases, options.output, options.data_dir, options.device)
         print(page.section(found, record), flush=True)
     failed = [other.wait() for other in others]

@@ -44,6 +44,7 @@ class Experiment:
         needs: the names of the cases whose checkpoints a case begins with.
         alone: the case that runs when no other does.
         on_gpus: whether cases can run on a GPU.
+        missing: says what has to be installed; empty if nothing has.
         compare: what cases say together; takes the settings, the workspace and the results, and returns JSON data in
             dictionaries by name and case.
     """
@@ -59,6 +60,7 @@ class Experiment:
     needs: Callable[[str], list[str]] = lambda case: []
     alone: str = ""
     on_gpus: bool = False
+    missing: Callable[[], str] = lambda: ""
     compare: Callable[[Any, Workspace, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]] = lambda *_: {}
 
     def size(self, size: str) -> str:
@@ -189,6 +191,8 @@ def run(
     """
     if device != "cpu" and not experiment.on_gpus:
         raise SystemExit(f"--device {device}: {experiment.name} runs on a CPU only")
+    if missing := experiment.missing():
+        raise SystemExit(f"{experiment.name}: {missing}")
     size = experiment.size(size)
     settings = experiment.settings[size]
     results, cache = (RESULTS, CACHE) if output is None else (output, output / "checkpoints")

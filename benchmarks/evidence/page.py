@@ -80,9 +80,9 @@ class Section(NamedTuple):
     tables: list[str]
 
 
-def all_equal(claim: str, pairs: Sequence[Paired], kind: str) -> Row:
+def all_equal(claim: str, pairs: Sequence[Paired], kind: str, limit: float = LIMIT) -> Row:
     """The row of a claim that several comparisons test, one for each of a `kind` of things (a plural)."""
-    equal = sum(verdict(found) == "equal" for found in pairs)
+    equal = sum(verdict(found, limit) == "equal" for found in pairs)
     reach = max(abs(found.mean) + found.half for found in pairs)
     measured = f"intervals reach {reach:.4f}; visible: {max(found.visible for found in pairs):.4f}"
     return Row(claim, measured, f"equal at {equal} of {len(pairs)} {kind}")

