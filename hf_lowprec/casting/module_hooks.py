@@ -17,11 +17,15 @@ from torch import Tensor, nn
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 Convert = Callable[[Tensor, str], Tensor]  # tensor, name of the argument or dict key it came under -> tensor
+_LIGER_MODES_IN_FP32 = ("llama", "gemma")
+"""Values of a Liger norm's `casting_mode` with which its kernel computes in FP32 and returns its input's dtype."""
 
 
 def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Forward pre-hook: floating arguments go to FP32."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # norms, which a model has many of
+        if module is not None and vars(module).get("casting_mode") in _LIGER_MODES_IN_FP32:
+            return args, kwargs  # its kernel converts what it reads
         return (convert_floats(args[0], _to_fp32),), kwargs
     given = *args, *kwargs.values()
     if any(isinstance(value, nn.Module) for value in given):
