@@ -12,37 +12,43 @@ from typing import Any, NamedTuple
 
 from benchmarks.evidence import EXPERIMENTS, experiment
 from benchmarks.evidence.harness import RESULTS, SIZES, Experiment
-from benchmarks.evidence.statistics import LIMIT, Paired, verdict
+from benchmarks.evidence.statistics import CONFIDENCE, LIMIT, PRIMARY, Paired, verdict
 from benchmarks.evidence.training.replicas import Shape
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
 # Evidence
 
-Claims by others and by this project, each beside a measurement. Every part ends with the command that measures it
-again, in a checkout of the repository after `make .venv`. It runs the experiment, keeps its records in FOLDER, and
-prints the part made from them. If you interrupt it, run it again with the same FOLDER: cases that are done are kept,
-and a long case goes on from its last checkpoint, written every two minutes.
+How far training in 16 bits ends from training in FP32, and what others claim, each beside a measurement. Every answer
+is made from a record; details and the command that measures it again are folded below it.
 
-`--cases` measures a part, and what it is compared with.
+{summary}
 
-There are three sizes. Without `--night` or `--full`, the same experiment is smaller: all of them together, which is
-`make evidence`, take 42 minutes on two cores. The page shows the largest size that was recorded.
+## How to read it
 
-`python -m benchmarks.evidence.page` writes this page from the records in
-[`benchmarks/results/evidence`](../../benchmarks/results/evidence). Settings, seeds and limits of verdicts are fixed in
-[the experiment's file](../../benchmarks/evidence/experiments) before it runs.
+**What is compared.** Runs of a seed begin with the same FP32 weights and see the same data. A difference is from FP32,
+in nats per byte of text that is held out, as the mean over seeds with its 95% interval. BF16 modes round the first
+weights; split and Kahan summation keep what is rounded off. Stochastic rounding has error feedback, unless the row says
+"without". "Rounded to nearest" is `model.to(bfloat16)` with torch's optimizer; all other modes keep norms in FP32.
 
-**What is compared.** The runs of a seed begin with the same FP32 weights and see the same data; seeds count from 0.
-BF16 modes round these weights; split and Kahan summation keep what is rounded off. Stochastic rounding has error
-feedback, unless the row says "without". "Rounding to nearest" is plain
-`model.to(bfloat16)` with torch's optimizer, norms included; all others keep norms in FP32. States are in BF16, unless
-said otherwise. Losses are those of text that is held out, in nats per byte; differences are from FP32.
+**Verdicts.** Each row gets the first verdict that applies. "Equal": the interval lies within ±{LIMIT}, unless another
+limit is named; "above zero" or "below zero" is added if it excludes zero. "Worse" or "better": it lies beyond the
+limit. "Above" or "below": it lies on one side of zero. Otherwise "undecided". The limit of {LIMIT} is half of the one
+that was chosen with the first results; it was lowered when most results were known. Other limits were fixed before
+their experiments ran.
 
-**Verdicts.** A difference is the mean over seeds, with its 95% interval; one interval in twenty misses the true value.
-The first of these that is true: "equal": the interval lies within ±{LIMIT}, unless another limit is named. "worse" or
-"better": it lies beyond the limit. "above" or "below": it lies on one side of zero. "undecided". "visible" is the
-smallest difference that such a comparison tells from zero in four of five cases.
+**Many claims.** {PRIMARY} claims are primary: split weights and stochastic rounding each end where FP32 does in
+[long runs](#steps), split weights do so in [fine-tuning of a pretrained model](#a-pretrained-model), and rounding to
+nearest does not. Their intervals hold together with 95%, so each has {CONFIDENCE:.2%}. All others are exploratory: one
+in twenty misses the true value.
+
+**Measure again.** In a checkout after `make .venv`, each command runs its experiment, keeps its records in FOLDER, and
+prints its part of this page. If you interrupt it, run it again with the same FOLDER, and it goes on where it was.
+Without `--night` or `--full`, the experiment is smaller: all of them together, which is `make evidence`, take an hour
+on two cores. `--cases` runs a part of it. Settings and seeds are in [the experiment's
+file](../../benchmarks/evidence/experiments), records in
+[`benchmarks/results/evidence`](../../benchmarks/results/evidence). `python -m benchmarks.evidence.page` writes this
+page.
 """
 
 
@@ -71,21 +77,35 @@ class Section(NamedTuple):
         title: its heading.
         text: what was done.
         rows: the claims.
-        tables: further tables, in Markdown.
+        tables: further tables, in Markdown; they are folded.
+        question: what is asked.
+        answer: in words, with the decisive figures.
+        model: the largest model, in words.
+        figure: name of a picture in `docs/images` and what it shows; empty if there is none.
+        table: a table that is not folded.
     """
 
     title: str
     text: str
     rows: list[Row]
     tables: list[str]
+    question: str = ""
+    answer: str = ""
+    model: str = ""
+    figure: tuple[str, str] = ("", "")
+    table: str = ""
+
+    @property
+    def link(self) -> str:
+        """To its heading."""
+        return f"#{self.title.lower().replace(' ', '-')}"
 
 
 def all_equal(claim: str, pairs: Sequence[Paired], kind: str, limit: float = LIMIT) -> Row:
     """The row of a claim that several comparisons test, one for each of a `kind` of things (a plural)."""
-    equal = sum(verdict(found, limit) == "equal" for found in pairs)
+    equal = sum(verdict(found, limit).startswith("equal") for found in pairs)
     reach = max(abs(found.mean) + found.half for found in pairs)
-    measured = f"intervals reach {reach:.4f}; visible: {max(found.visible for found in pairs):.4f}"
-    return Row(claim, measured, f"equal at {equal} of {len(pairs)} {kind}")
+    return Row(claim, f"intervals reach {reach:.4f}", f"equal at {equal} of {len(pairs)} {kind}")
 
 
 def describe(settings: dict[str, Any]) -> str:
@@ -106,12 +126,12 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
 
 
 def section(experiment: Experiment, record: dict[str, Any]) -> str:
-    """A part of the page in Markdown, with the command that runs the cases of `record` again."""
+    """A part of the page in Markdown: the answer, and folded, all tables and the command that measures it again."""
     found, example = experiment.section(record), experiment.example
     columns = ("claim", "source", "published", "measured", "verdict")
     rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in found.rows]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
-    table = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
+    claims = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
     cases = record["cases"].values()
     hours = sum(case["seconds"] for case in cases) / 3600
     size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
@@ -126,18 +146,35 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
         f"hours of one process ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}); "
         f'a part: `--cases "{example}"`.'
     )
-    return "\n\n".join([f"## {found.title}", found.text, table, *found.tables, command])
+    name, shown = found.figure
+    pictures = [f"![{shown}](../images/{name}{end})" for end in (".svg#only-light", "-dark.svg#only-dark") if name]
+    open_parts = [f"**{found.question}** {found.answer}" * bool(found.question), *pictures, found.table]
+    # Folded if the answer is in another table.
+    open_parts.append(claims * bool(rows) * (not found.table))
+    folded = [found.text, claims * bool(rows and found.table), *found.tables, command]
+    return "\n\n".join([
+        f"## {found.title}",
+        *filter(None, open_parts),
+        '<details markdown="1"><summary>What was done, and all figures</summary>',
+        *filter(None, folded),
+        "</details>",
+    ])  # fmt: skip
 
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD.rstrip().format(LIMIT=LIMIT)]
+    parts, summary = list[str](), list[list[str]]()
     for name in EXPERIMENTS:
         recorded = [path for size in SIZES if (path := RESULTS / f"{name}-{size}.json").exists()]
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
             parts.append(section(experiment(name), record))
-    return "\n\n".join(parts) + "\n"
+            found = experiment(name).section(record)
+            summary.append([f"[{found.question}]({found.link})", found.answer, found.model])
+    table = markdown_table(("question", "answer", "largest model"), summary, numbers=False)
+    confidence = 1 - (1 - CONFIDENCE) / PRIMARY
+    head = _HEAD.rstrip().format(LIMIT=LIMIT, PRIMARY={4: "Four"}[PRIMARY], CONFIDENCE=confidence, summary=table)
+    return "\n\n".join([head, *parts]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What paired runs of several seeds say: means with their intervals, scatter, growth, and what would have been seen."""
+"""What paired runs of several seeds say: means with their intervals, and growth."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import t
 
-LIMIT = 0.01
-"""Nats per prediction, 1% of perplexity: differences of losses below are called equal."""
+LIMIT = 0.005
+"""Nats per prediction: differences of losses below are called equal. Chosen when the results were known."""
 CONFIDENCE = 0.95
-"""Of all intervals."""
-POWER = 0.8
-"""With which the smallest visible difference would have been told from zero."""
+"""Of intervals."""
+PRIMARY = 4
+"""Primary claims. Their intervals are wider, so that all of them together hold with `CONFIDENCE` (Bonferroni)."""
 
 
 class Paired(NamedTuple):
@@ -23,41 +23,40 @@ class Paired(NamedTuple):
     Attributes:
         mean: of the differences.
         half: half of the interval of the mean.
-        visible: the smallest difference that would have been told from zero, with the probability `POWER`.
     """
 
     mean: float
     half: float
-    visible: float
 
     def __str__(self) -> str:
         return f"{self.mean:+.4f} ± {self.half:.4f}"
 
-    def in_full(self) -> str:
-        """With the smallest visible difference."""
-        return f"{self}; visible: {self.visible:.4f}"
 
+def paired(values: Sequence[float], reference: Sequence[float], claims: int = 1) -> Paired:
+    """Compare runs of the same seeds: t intervals of normal differences.
 
-def paired(values: Sequence[float], reference: Sequence[float]) -> Paired:
-    """Compare runs of the same seeds: t intervals of normal differences."""
+    Args:
+        values: one for each seed.
+        reference: the same.
+        claims: how many together hold with `CONFIDENCE`.
+    """
     differences = np.asarray(values) - np.asarray(reference)
-    free = len(differences) - 1
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    quantile = float(t.ppf((1 + CONFIDENCE) / 2, free))
-    visible = (quantile + float(t.ppf(POWER, free))) * error
-    return Paired(float(differences.mean()), quantile * error, visible)
+    quantile = float(t.ppf(1 - (1 - CONFIDENCE) / claims / 2, len(differences) - 1))
+    return Paired(float(differences.mean()), quantile * error)
 
 
 def verdict(found: Paired, limit: float = LIMIT) -> str:
     """What the interval says of a mean difference of losses, or of others that are better if they are smaller.
 
     Returns:
-        "equal": the interval lies within ±`limit`. "worse" or "better": it lies beyond the limit on one side. "above"
-        or "below": it excludes zero, but not the limit. "undecided": it excludes neither.
+        "equal": the interval lies within ±`limit`; "equal, above zero" or "equal, below zero" if it excludes zero.
+        "worse" or "better": it lies beyond the limit on one side. "above" or "below": it excludes zero, but not the
+        limit. "undecided": it excludes neither.
     """
     low, high = found.mean - found.half, found.mean + found.half
     if -limit < low and high < limit:
-        return "equal"
+        return "equal" if low <= 0 <= high else f"equal, {'above' if low > 0 else 'below'} zero"
     if low > 0:
         return "worse" if low > limit else "above"
     if high < 0:
@@ -73,10 +72,10 @@ def exceeds(found: Iterable[Paired]) -> str:
     return "no" if any(each.mean + each.half < 0 for each in found) else "undecided"
 
 
-def grows(found: Paired, limit: float = LIMIT / 2) -> str:
-    """Decide from the `growth` of differences whether they grow; by default, two tenfolds may add `LIMIT`."""
-    words = {"equal": "no", "worse": "yes", "above": "yes", "better": "falls", "below": "falls"}
-    return words.get(verdict(found, limit), "undecided")
+def grows(found: Paired, limit: float = LIMIT) -> str:
+    """Decide from the `growth` of differences whether they grow, by more than `limit` for each tenfold."""
+    words = {"worse": "yes", "above": "yes", "better": "falls", "below": "falls", "undecided": "undecided"}
+    return words.get(verdict(found, limit), "no")
 
 
 def growth(steps: Sequence[int], differences: np.ndarray) -> Paired:

@@ -141,17 +141,19 @@ def test_cases_of_another_text_are_not_mixed(record, monkeypatch):
 
 
 def test_a_mean_and_its_interval():
-    """The example has the differences 1, 2, 3: mean 2, deviation 1, t(0.975; 2) = 4.3027."""
+    """The example has the differences 1, 2, 3: mean 2, deviation 1, t(0.975; 2) = 4.3027 and t(0.9875; 2) = 6.2053."""
     found = paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.half == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
-    assert found.visible > found.half
+    assert paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], claims=2).half == pytest.approx(6.2053 / 3**0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ([0.001, -0.001, 0.0], "equal"),
+        ([0.001, 0.002, 0.0015], "equal, above zero"),
+        ([-0.001, -0.002, -0.0015], "equal, below zero"),
         ([0.5, 0.51, 0.49], "worse"),
         ([-0.5, -0.51, -0.49], "better"),
         ([0.1, -0.1, 0.0], "undecided"),

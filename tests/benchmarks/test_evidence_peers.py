@@ -82,7 +82,7 @@ def test_a_missing_package_is_named_and_its_record_stays(tmp_path, monkeypatch, 
     section = experiment.section(first)
     assert "Not measured: torchao AdamW8bit, weights nearest; torchao is not installed." in section.text
     assert "Not measured: torch AdamW, BF16." in section.text
-    assert "| optimi AdamW, Kahan, BF16 states |" in section.tables[0]
+    assert "| optimi AdamW, Kahan, BF16 states |" in section.table
 
 
 @pytest.mark.parametrize("settings", peers.EXPERIMENT.settings.values())

@@ -128,7 +128,7 @@ def section(record: dict[str, Any]) -> Section:
 
     def row(claim: str, mode: str, word: str, source: str = "") -> Row:
         verdicts = [verdict(compared(name, mode)) for name in names]
-        count, contrary = verdicts.count(word), {"equal", "worse", "better"} - {word}
+        count, contrary = sum(each.startswith(word) for each in verdicts), {"equal", "worse", "better"} - {word}
         held = "yes" if count == len(names) else "no" if contrary.intersection(verdicts) else "undecided"
         return Row(claim, f"in {count} of {len(names)} kinds", held, source)
 
@@ -168,11 +168,19 @@ def section(record: dict[str, Any]) -> Section:
         f"{record['settings']['seeds']} seeds each. {LANGUAGE}: the model of the other parts, on bytes of code; "
         f"{kinds}. AdamW, unless SGD is named, at rates that fall to zero. The paper's models are larger, and others."
     )
-    tables = [
-        f"Validation loss of FP32, and differences from it:\n\n{losses}",
-        f"Accuracy of FP32, and differences in points:\n\n{accuracies}",
-    ]
-    return Section("Other kinds of models", words, rows, tables)
+    ends = {row.claim.partition(":")[0]: row for row in rows if "ends where" in row.claim}
+    answer = "; ".join(f"{label} {row.ours}" for label, row in ends.items())
+    largest = max(sum(param.numel() for param in TASKS[name].make().parameters()) for name in classified)
+    return Section(
+        "Other kinds of models",
+        words,
+        rows,
+        [f"Accuracy of FP32, and differences in points:\n\n{accuracies}"],
+        question="Does it hold for other kinds of models?",
+        answer=f"The loss ends where FP32's does: {answer}.",
+        model=f"{largest / 1e6:.2f} million",
+        table=f"Validation loss of FP32, and differences from it:\n\n{losses}",
+    )
 
 
 def _accuracy_row(label: str, found: list[Paired]) -> Row:

@@ -112,7 +112,15 @@ def section(record: dict[str, Any]) -> Section:
         "every BF16 mode stays above it: that row says nothing of rounding to nearest in particular."
     )
     medians = markdown_table(["", *(f"α = {rate}" for rate in rates)], table)
-    return Section("Where SGD stops", text, rows, [f"Median distance after the last step:\n\n{medians}"])
+    return Section(
+        "Where SGD stops",
+        text,
+        rows,
+        [f"Median distance after the last step:\n\n{medians}"],
+        question="Does rounding to nearest stop SGD short of the solution?",
+        answer=f"Yes, where the theorem says: in all {count} problems at every rate.",
+        model=f"{record['settings']['dimensions']} weights",
+    )
 
 
 EXPERIMENT = Experiment("halting", {"hour": Settings()}, cases, run, section, example="nearest-0.1")

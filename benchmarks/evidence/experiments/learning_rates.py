@@ -164,15 +164,27 @@ def section(record: dict[str, Any]) -> Section:
         if all(f"{case} {rate:g}" in apart for rate in settings.rates)
     ]
     tables = [
-        *(
-            f"![{_PICTURE}](../images/evidence-learning-rates{end})"
-            for end in (".svg#only-light", "-dark.svg#only-dark")
-        ),
-        f"Progress in fine-tuning, as a share of FP32's, by rate:\n\n{_table(settings.rates, shares)}",
         *([f"{_DISTANCE}\n\n{_table(settings.rates, distances)}"] if distances else []),
         f"Final loss of training from random weights, by rate:\n\n{_table(settings.large_rates, ends)}",
     ]
-    return Section("Learning rates", words, rows, tables)
+    usual = next((rate for rate in settings.rates if rate >= 1e-6), settings.rates[-1])
+    progress = {label: cells[settings.rates.index(usual)] for label, *cells in shares}
+    answer = ", ".join(
+        f"{MODES[mode].label} {progress[MODES[mode].label]}"
+        for mode in ("nearest", "feedback", "split")
+        if MODES[mode].label in progress
+    )
+    return Section(
+        "Learning rates",
+        words,
+        rows,
+        tables,
+        question="Who stalls at small learning rates?",
+        answer=f"At {usual:g}, as a share of FP32's progress: {answer}.",
+        model=f"{settings.shape.parameters() / 1e6:.2f} million",
+        figure=("evidence-learning-rates", _PICTURE) if distances else ("", ""),
+        table=f"Progress in fine-tuning, as a share of FP32's, by rate:\n\n{_table(settings.rates, shares)}",
+    )
 
 
 _DISTANCE = "Distance from FP32's weights after fine-tuning, relative to how far these have moved, by rate:"

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 import hf_lowprec
 from benchmarks.evidence.experiments import steps
 from benchmarks.evidence.harness import Experiment, Workspace
-from benchmarks.evidence.page import Row, Section, markdown_table
+from benchmarks.evidence.page import Section, markdown_table
 from benchmarks.evidence.statistics import LIMIT, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import validation
@@ -215,6 +215,7 @@ def section(record: dict[str, Any]) -> Section:
     order = sorted(results, key=lambda case: differences[case].mean)
     columns: list[tuple[str, dict[str, float], Callable[[float], str]]] = [
         ("loss − FP32's", {case: found.mean for case, found in differences.items()}, "{:+.4f}".format),
+        ("±", {case: found.half for case, found in differences.items()}, "{:.4f}".format),
         ("distance of weights", {case: float(np.mean(each)) for case, each in distance.items()}, "{:.1%}".format),
         ("bytes per parameter", {case: found["bytes"] for case, found in results.items()}, "{:.2f}".format),
         ("step, ns per parameter", times, "{:.1f}".format),
@@ -226,19 +227,25 @@ def section(record: dict[str, Any]) -> Section:
         best = cell(min((values[case] for case in ranked if case in values), default=math.nan))
         for case, line in zip(order, table, strict=True):
             shown = cell(values[case]) if case in values else "–"
-            line.append(f"**{shown}**" if k and shown == best and case in ranked else shown)
-    rows = [
-        Row(
-            f"{BY_CASE[case].name}: ends where FP32 does",
-            differences[case].in_full(),
-            verdict(differences[case]),
-        )
-        for case in order
-        if case != FP32_CASE
-    ]
-    shown = markdown_table(["AdamW", *(head for head, _, _ in columns)], table)
-    tables = [f"Sorted by loss:\n\n{shown}", _NOTES]
-    return Section("Other packages on text", _words(settings, results, record["cases"]), rows, tables)
+            line.append(f"**{shown}**" if k > 1 and shown == best and case in ranked else shown)
+    words = {case: verdict(differences[case]).partition(",")[0] for case in ranked}
+    ours = [words[case] for case in ranked if BY_CASE[case].name.startswith("hf_lowprec")]
+    others = {
+        word: [BY_CASE[case].name for case in ranked if words[case] == word and "hf_lowprec" not in BY_CASE[case].name]
+        for word in ("equal", "worse")
+    }
+    answer = f"{ours.count('equal')} of our {len(ours)} do"
+    answer += "".join(f". {word.title()}: {'; '.join(names)}" for word, names in others.items() if names)
+    return Section(
+        "Other packages on text",
+        _words(settings, results, record["cases"]),
+        [],
+        [_NOTES],
+        question="Which optimizers end where FP32 does?",
+        answer=f"{answer}.",
+        model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
+        table=f"Sorted by loss:\n\n{markdown_table(['AdamW', *(head for head, _, _ in columns)], table)}",
+    )
 
 
 _NOTES = """\

@@ -227,7 +227,20 @@ def section(record: dict[str, Any]) -> Section:
         f'weights; "in BF16" is what `from_pretrained(dtype=torch.bfloat16)` makes of them. "Equal" is within '
         f"±{LIMIT} nats per token. Distance: of the weights from FP32's, relative to how far these have moved."
     )
-    return Section("A pretrained model", words, rows, tables)
+    best = f"at {rates[-1]:g}, loss less FP32's" if rates else "not measured yet"
+    differences = ", ".join(
+        f"{LABELS[way]} {paired(values(way, rates[-1], 'loss'), values(EXACT, rates[-1], 'loss'))}" for way in ways[1:]
+    )
+    return Section(
+        "A pretrained model",
+        words,
+        rows,
+        tables[:-1],
+        question="Does fine-tuning a pretrained model end where FP32 does?",
+        answer=f"{best}: {differences}.".capitalize(),
+        model="134.5 million",
+        table=tables[-1] if tables else "",
+    )
 
 
 EXPERIMENT = Experiment(

@@ -216,7 +216,8 @@ def section(record: dict[str, Any]) -> Section:
         values, reference = seen(mode, rate), seen("fp32", rate)
         gain = paired(reference, seen("fp32", rate, at=0))
         word = verdict(paired(-values, -reference), LIMIT * abs(gain.mean))  # "worse": less reward
-        word = {"above": "below", "below": "above"}.get(word, word)
+        if "above" in word or "below" in word:
+            word = word.replace("above", "below") if "above" in word else word.replace("below", "above")
         return paired(values, reference), word if abs(gain.mean) > gain.half else "undecided"
 
     def reward_row(claim: str, mode: str, rate: str, holds: str = "", *source: str) -> Row:
@@ -224,7 +225,7 @@ def section(record: dict[str, Any]) -> Section:
         found, word = compared(mode, rate)
         if holds:
             word = {holds: "yes", "undecided": "undecided", "above": "undecided", "below": "undecided"}.get(word, "no")
-        return Row(claim, found.in_full(), word, *source)
+        return Row(claim, str(found), word, *source)
 
     def share_row(claim: str, values: np.ndarray, at_least: float, *source: str) -> Row:
         """Check that the mean share over seeds is above `at_least`."""
@@ -267,14 +268,28 @@ def section(record: dict[str, Any]) -> Section:
         "Rewards fluctuate there and are averaged over the second half of the steps."
     )
     tables = [
-        f"Reward after {steps} steps by rate, and its difference from FP32:\n\n{table(reward_cell)}",
         "BF16 weights that the last step changes; FP32 weights are rounded:\n\n"
         + table(lambda mode, rate: f"{seen(mode, rate, 'changed').mean():.2%}"),
         "Mean difference between the log-probabilities of right answers of the trained model and of a copy in BF16, "
         "norms included, in thousandths of a nat:\n\n"
         + table(lambda mode, rate: f"{1000 * seen(mode, rate, 'disagreement').mean():.1f}"),
     ]
-    return Section("Reinforcement learning", text, rows, tables)
+    gains = {mode: float((seen(mode, small) - seen(mode, small, at=0)).mean()) for mode in modes}
+    shares = ", ".join(
+        f"{MODES[mode].label} {gains[mode] / gains['fp32']:.1%}"
+        for mode in ("nearest", "feedback", "split")
+        if mode in modes
+    )
+    return Section(
+        "Reinforcement learning",
+        text,
+        rows,
+        tables,
+        question="Does reinforcement learning at a rate of 1e-6 learn?",
+        answer=f"Of the reward that FP32 gains at {small}: {shares}.",
+        model=f"{results[START]['parameters'] / 1e6:.1f} million",
+        table=f"Reward after {steps} steps by rate, and its difference from FP32:\n\n{table(reward_cell)}",
+    )
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}

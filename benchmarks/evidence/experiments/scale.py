@@ -36,7 +36,7 @@ class Settings:
         lr: the largest rate at a width of 32.
     """
 
-    modes: tuple[str, ...] = ("fp32", "autocast", "split", "feedback", "sr")
+    modes: tuple[str, ...] = ("fp32", "autocast", "nearest", "split", "feedback", "sr")
     models: tuple[tuple[int, int, int], ...] = ((32, 3, 10), (56, 3, 10), (84, 3, 6), (136, 4, 4))
     bytes_per_parameter: int = 4
     steps: int = 2000
@@ -121,8 +121,20 @@ def section(record: dict[str, Any]) -> Section:
         words += f" Not run yet: {', '.join(f'{count:.1f}' for count in left)} million."
         words += f' `--cases "{patterns}"` leaves them out.'
     heads = [f"{count / 1e6:.2f} million" for count in parameters]
-    tables = [f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}"]
-    return Section("Size", words, rows, tables)
+    slopes = {row.claim.partition(":")[0]: row for row in rows if "grows" in row.claim}
+    answer = "Yes" if any(row.verdict == "yes" for row in slopes.values()) else "No"
+    answer += f", from {parameters[0] / 1e6:.2f} to {parameters[-1] / 1e6:.2f} million parameters: "
+    answer += "; ".join(f"{label} {row.ours}" for label, row in slopes.items())
+    return Section(
+        "Size",
+        words,
+        rows,
+        [],
+        question="Does the difference from FP32 grow with the model?",
+        answer=f"{answer}.",
+        model=heads[-1],
+        table=f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}",
+    )
 
 
 def _slope(parameters: list[int], differences: list[np.ndarray]) -> Paired:
@@ -130,7 +142,7 @@ def _slope(parameters: list[int], differences: list[np.ndarray]) -> Paired:
     x = np.concatenate([[math.log10(count)] * len(each) for count, each in zip(parameters, differences, strict=True)])
     line = linregress(x, np.concatenate(differences))
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(x) - 2))
-    return Paired(line.slope, quantile * line.stderr, math.nan)
+    return Paired(line.slope, quantile * line.stderr)
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}

@@ -115,9 +115,7 @@ def section(record: dict[str, Any]) -> Section:
             "holds" if bool((np.diff(apart[OWN].mean(0)) > 0).all()) else "does not hold",
             source,
         ),
-        Row(
-            "drift costs loss: mean of the replicas' losses, less that with shared bits", cost.in_full(), verdict(cost)
-        ),
+        Row("drift costs loss: mean of the replicas' losses, less that with shared bits", str(cost), verdict(cost)),
     ]
     words = (
         f"{describe(settings)} {settings['replicas']} replicas average their gradients; each has batches of its own. "
@@ -128,7 +126,15 @@ def section(record: dict[str, Any]) -> Section:
         [[f"{bits} bits", *(f"{value:.2%}" for value in apart[bits].mean(0))] for bits in (SHARED, OWN)],
     )
     tables = [f"Mean distance of two replicas, relative to their norm, by step:\n\n{table}"]
-    return Section("Random bits of replicas", words, rows, tables)
+    return Section(
+        "Random bits of replicas",
+        words,
+        rows,
+        tables,
+        question="Must replicas share their random bits?",
+        answer=f"Yes. With bits of their own, replicas drift {apart[OWN][:, -1].mean():.1%} apart and lose {cost}.",
+        model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
+    )
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}

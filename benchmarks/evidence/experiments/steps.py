@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, describe, markdown_table
-from benchmarks.evidence.statistics import grows, growth, paired, verdict
+from benchmarks.evidence.statistics import PRIMARY, Paired, growth, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
@@ -148,24 +148,26 @@ def compare(settings: Settings, work: Workspace, results: dict[str, dict[str, An
     return {"distance": distances}
 
 
-_CLAIMS = {
-    "feedback": "stochastic rounding",
-    "sr": "stochastic rounding without feedback",
+LABELS = {
+    "feedback": "stochastic",
+    "sr": "stochastic without feedback",
     "split": "split",
-    "kahan": "Kahan summation",
-    "nearest": "rounding to nearest, norms too",
-    "feedback-int8": "stochastic rounding, 8-bit states",
-    "factored-int8": "stochastic rounding, factored second moment and 8-bit momentum",
-    "sr-int8": "stochastic rounding without feedback, 8-bit states",
+    "kahan": "Kahan",
+    "nearest": "rounded to nearest, norms too",
+    "feedback-int8": "stochastic, 8-bit states",
+    "factored-int8": "stochastic, factored second moment, 8-bit momentum",
+    "sr-int8": "stochastic without feedback, 8-bit states",
     "split-int8": "split, 8-bit states",
-    "autocast": "autocast",
-    PERTURBED: "FP32 from weights changed by a thousandth",
+    "autocast": "FP32 weights, autocast",
+    PERTURBED: "FP32, first weights changed by a thousandth",
 }
 IN_SPLIT = {f"{mode}-{COOLDOWN}-in-split": mode for mode in ("feedback", "sr")}
 """Cooldowns in split of other modes, which the cases before them end in."""
 SMALL = 0.002
 """Nats per byte. Error feedback is to end within it of FP32, and not to grow by more for each tenfold: a quarter of
 what stochastic rounding without it loses after 100,000 steps."""
+LATE = 0.2
+"""Losses are averaged from this share of the steps on, which makes intervals three times as narrow."""
 
 
 def section(record: dict[str, Any]) -> Section:
@@ -173,22 +175,44 @@ def section(record: dict[str, Any]) -> Section:
     results, settings = record["cases"], record["settings"]
     losses = {case: np.array([point["loss"] for point in found["points"]]) for case, found in results.items()}
     steps = [point["step"] for point in results["fp32"]["points"]]
-    modes = {mode: words for mode, words in _CLAIMS.items() if mode in losses}
-    rows = []
+    first = next(k for k, step in enumerate(steps) if step >= LATE * steps[-1])
+    late = {case: found[first:] for case, found in losses.items() if found.shape == losses["fp32"].shape}
+    # What a tenfold number of steps gains, by which differences become steps.
+    gain = -float(np.polyfit(np.log10(steps[first:]), late["fp32"].mean(1), 1)[0])
+    modes = {mode: words for mode, words in LABELS.items() if mode in late}
+    apart = record["compared"].get("distance", {})
+
+    def difference(mode: str, claims: int = 1) -> Paired:
+        return paired(late[mode].mean(0), late["fp32"].mean(0), claims)
+
+    def cooled(case: str) -> str:
+        return str(paired(losses[case][-1], losses[f"fp32-{COOLDOWN}"][-1])) if case in losses else ""
+
+    table = []
     for mode, words in modes.items():
-        found = paired(losses[mode][-1], losses["fp32"][-1])
-        rows.append(Row(f"{words}: ends where FP32 does after {steps[-1]:,} steps", found.in_full(), verdict(found)))
-        if mode == "feedback":
-            within = f"{words}: the same, with a limit of {SMALL}"
-            rows.append(Row(within, found.in_full(), verdict(found, SMALL)))
-        found = growth(steps, (losses[mode] - losses["fp32"]).T)
-        rows.append(Row(f"{words}: the difference grows with steps", f"{found} for each tenfold", grows(found)))
-    cooled = {f"{mode}-{COOLDOWN}": words for mode, words in modes.items()}
-    cooled |= {case: f"{modes[mode]}, with the cooldown in split" for case, mode in IN_SPLIT.items() if mode in modes}
-    for case, words in cooled.items():
-        if case in losses:
-            found = paired(losses[case][-1], losses[f"fp32-{COOLDOWN}"][-1])
-            rows.append(Row(f"{words}: ends where FP32 does after the cooldown", found.in_full(), verdict(found)))
+        found = difference(mode)
+        distance = apart.get(mode, {}).get(str(steps[-1]))
+        table.append([
+            words,
+            f"{found} {verdict(found)}",
+            f"{10 ** (found.mean / gain) - 1:+.1%}" if found.mean < gain else "",
+            str(growth(steps[first:], (late[mode] - late["fp32"]).T)),
+            cooled(f"{mode}-{COOLDOWN}"),
+            "" if distance is None else f"{np.mean(distance):.0%}",
+        ])  # fmt: skip
+    heads = (
+        "", f"loss, less FP32's, from step {steps[first]:,} on", "as steps", "growth per tenfold, from there on",
+        "after the cooldown", "distance of weights",
+    )  # fmt: skip
+    rows = []
+    for mode, claim in (("split", "ends where FP32 does"), ("feedback", "ends where FP32 does"), ("nearest", "")):
+        if mode in modes:
+            found = difference(mode, PRIMARY)
+            claim = claim or "does not end where FP32 does"
+            rows.append(Row(f"{modes[mode]}: {claim} (a primary claim)", str(found), verdict(found)))
+    if "feedback" in modes:
+        found = difference("feedback")
+        rows.append(Row(f"stochastic: the same, with a limit of {SMALL}", str(found), verdict(found, SMALL)))
     for case, mode in IN_SPLIT.items():
         if case in losses:
             found = paired(losses[f"{mode}-{COOLDOWN}"][-1], losses[case][-1])
@@ -200,26 +224,31 @@ def section(record: dict[str, Any]) -> Section:
     words = (
         f"{describe(settings)} AdamW with β₂ = {settings['beta2']} and decay {settings['weight_decay']} at a constant "
         f"rate of {settings['lr']}, then a cooldown: a linear fall to zero over a tenth as many steps. FP32 ends at "
-        f"{end}."
-    )
-    heads = ["", *(f"{step:,}" for step in steps)]
-    distances = [
-        [modes[case], *(f"{100 * np.mean(found[str(step)]):.1f}%" for step in steps)]
-        for case, found in record["compared"].get("distance", {}).items()
-        if case in modes and all(str(step) in found for step in steps)
-    ]
-    picture = (
-        "Difference of the validation loss from FP32's over steps, for stochastic rounding, Kahan summation and split"
+        f"{end}. Losses are averaged over the records from step {steps[first]:,} on. From there on, ten times as many "
+        f"steps gain FP32 {gain:.2f}: by that, a difference is given as the share of further steps that makes up for "
+        "it. The distance of the weights after the last step is relative to their norm."
     )
     means = [
         [each, *(f"{value:+.4f}" for value in (losses[mode] - losses["fp32"]).mean(1))] for mode, each in modes.items()
     ]
-    tables = [
-        *(f"![{picture}](../images/evidence-steps{suffix})" for suffix in (".svg#only-light", "-dark.svg#only-dark")),
-        f"Mean difference of the loss, by step:\n\n{markdown_table(heads, means)}",
-        f"Distance from FP32's weights, relative to their norm:\n\n{markdown_table(heads, distances)}",
-    ]
-    return Section("Steps", words, rows, tables)
+    by_step = markdown_table(["", *(f"{step:,}" for step in steps)], means)
+    ends = {mode: difference(mode) for mode in ("split", "feedback", "sr", "nearest") if mode in modes}
+    drifts = any(not verdict(ends[mode]).startswith("equal") for mode in ("split", "feedback") if mode in ends)
+    answer = (
+        f"{'Yes' if drifts else 'No'}: over {steps[-1]:,} steps, the loss is this far from FP32's in nats per byte: "
+    )
+    answer += ", ".join(f"{modes[mode]} {found}" for mode, found in ends.items())
+    return Section(
+        "Steps",
+        words,
+        rows,
+        [f"Mean difference of the loss, by step:\n\n{by_step}"],
+        question="Does training drift away from FP32 over many steps?",
+        answer=f"{answer}.",
+        model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
+        figure=("evidence-steps", "Difference of the validation loss from FP32's over steps, by mode"),
+        table=markdown_table(heads, table),
+    )
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
