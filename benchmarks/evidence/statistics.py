@@ -29,7 +29,7 @@ class Paired(NamedTuple):
     half: float
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.half:.4f}"
+        return f"{self.mean:+.4f} ± {self.half:.4f}".replace("-0.0000", "+0.0000")
 
 
 def paired(values: Sequence[float], reference: Sequence[float], claims: int = 1) -> Paired:
