@@ -38,7 +38,7 @@ that was chosen with the first results; it was lowered when most results were kn
 their experiments ran.
 
 **Many claims.** {PRIMARY} claims are primary: split weights and stochastic rounding each end where FP32 does in
-[long runs](#steps), split weights do so in [fine-tuning of a pretrained model](#a-pretrained-model), and rounding to
+[long runs](#steps), split weights do so in fine-tuning of a pretrained model, and rounding to
 nearest does not. Their intervals hold together with 95%, so each has {CONFIDENCE:.2%}. All others are exploratory: one
 in twenty misses the true value.
 

@@ -102,7 +102,7 @@ def section(record: dict[str, Any]) -> Section:
     heads = ["", *(f"β₂ = {beta2}" for beta2 in betas)]
     equal = sum(row.verdict == f"equal at {len(betas)} of {len(betas)} values" for row in rows)
     return Section(
-        "States and β₂",
+        "Optimizer states",
         words,
         rows,
         [],
