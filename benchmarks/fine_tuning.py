@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from benchmarks.evidence.training.text import held_out, standard_library
 from benchmarks.record import write_record
-from hf_lowprec import LowPrecisionCallback, PrecisionMonitor, fp32_state_dict
+from hf_lowprec import LowPrecisionCallback, PrecisionMonitor, cast_model, fp32_state_dict
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision, sum_over_steps
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 
@@ -42,6 +43,8 @@ OPTIONS = {
     "adafactor-8bit": {"optim": "adafactor_bf16_sr", "optim_args": "beta1=0.9,state_dtype=int8"},
 }  # fmt: skip
 """Of TrainingArguments, unless they are torch's AdamW in the model's dtype."""
+OTHERS = {"optimi": {"kahan_sum": True}}
+"""Packages, and further arguments of their AdamW, for a model that `cast_model` has cast."""
 WAYS = ("fp32", "nearest", *(way for way in OPTIONS if way not in STOCK))
 PRE_TRAINING = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
 FINE_TUNING = {"learning_rate": 2e-5, "lr_scheduler_type": "constant_with_warmup"}
@@ -143,7 +146,7 @@ def train(
 
     Args:
         model: a Llama.
-        way: one of `STOCK` or `OPTIONS`.
+        way: one of `STOCK`, `OPTIONS` or `OTHERS`.
         data: to train on.
         steps: how many.
         seed: of the order of the data.
@@ -152,13 +155,15 @@ def train(
         more: of `TrainingArguments`.
 
     Returns:
-        The trainer; and the median time of a step in seconds, the share of weight changes that was lost, and the FP32
-        weights.
+        The trainer; and the median time of a step in seconds, the share of weight changes that was lost (None for
+        `OTHERS`), and the FP32 weights.
     """
     watch, times = LostUpdates(max(1, steps // measured)), StepTimes()
-    callbacks: list[TrainerCallback] = [watch, times]
+    callbacks: list[TrainerCallback] = [times] if way in OTHERS else [watch, times]
     if way in STOCK:
         to_dtype(model, STOCK[way])
+    elif way in OTHERS:
+        cast_model(model, keep_low_bits=False)
     else:
         callbacks.insert(0, LowPrecisionCallback(report=False, log_lost_updates=False))
     args = TrainingArguments(
@@ -167,13 +172,18 @@ def train(
         weight_decay=0.01, seed=seed, prediction_loss_only=True, save_strategy="no", logging_strategy="no",
         report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **more,
     )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=data, callbacks=callbacks)
+    other: Any = None
+    if way in OTHERS:
+        options = {"lr": args.learning_rate, "betas": (0.9, 0.999), "eps": 1e-8, **OTHERS[way]}
+        other = importlib.import_module(way).AdamW, options
+    trainer = Trainer(model, args, train_dataset=data, callbacks=callbacks, optimizer_cls_and_kwargs=other)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    ours = unwrap_optimizer(trainer.optimizer)
-    exact = model.state_dict() if way in STOCK else fp32_state_dict(model, ours)
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    exact = model.state_dict() if way in STOCK or way in OTHERS else fp32_state_dict(model, optimizer)
     weights = torch.cat([exact[name].float().flatten() for name, _ in model.named_parameters()])
-    return trainer, {"step_seconds": statistics.median(times.seconds), "lost": watch.share(), "weights": weights}
+    lost = watch.share() if watch in callbacks else None
+    return trainer, {"step_seconds": statistics.median(times.seconds), "lost": lost, "weights": weights}
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:

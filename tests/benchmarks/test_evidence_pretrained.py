@@ -51,6 +51,16 @@ def test_all_ways_begin_with_the_weights_of_fp32(record):
         assert exact["loss"] != exact["before"]
 
 
+def test_an_optimizer_of_another_package_trains_a_cast_model(tmp_path, monkeypatch):
+    pytest.importorskip("optimi")
+    monkeypatch.setattr(pretrained, "model_and_text", small_model)
+    work = harness.Workspace(tmp_path, lambda line: None, None)
+    exact, found = (pretrained.run(f"{way} 2e-05 0", SETTINGS, work) for way in (pretrained.EXACT, "optimi"))
+    assert found["lost"] is None
+    # The weights are those that it stores; rounding them to BF16 alone moves them as far as training does.
+    assert 0.1 * exact["moved"] < found["distance"] < 2 * exact["moved"]
+
+
 def test_seeds_have_their_own_order_of_the_data(record):
     one, other = (record["cases"][f"fp32 2e-05 {seed}"] for seed in range(2))
     assert one["before"] == other["before"] and one["loss"] != other["loss"]

@@ -45,6 +45,7 @@ LABELS = {
     "split-8bit": "split, 8-bit states",
     "sr-8bit": "stochastic, 8-bit states",
     "sr-factored-8bit": "stochastic, factored second moment, 8-bit momentum",
+    "optimi": "optimi, Kahan",
 }
 """Ways of `benchmarks.fine_tuning`, and one more."""
 MEASURED = 4
@@ -207,7 +208,7 @@ def section(record: dict[str, Any]) -> Section:
                 f"{(before - own.mean()) / (before - exact.mean()):.3f}",
                 str(paired(values(way, rate, "loss_in_bf16"), exact)),
                 "" if way == EXACT else f"{(values(way, rate, 'distance') / moved).mean():.3f}",
-                f"{values(way, rate, 'lost').mean():.1%}",
+                "" if values(way, rate, "lost")[0] is None else f"{values(way, rate, 'lost').mean():.1%}",
                 f"{values(way, rate, 'step_seconds').mean():.2f}",
             ])  # fmt: skip
         heads = (
