@@ -19,34 +19,55 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.
 _HEAD = """\
 # Evidence
 
-How far training in 16 bits ends from training in FP32, and what others claim, each beside a measurement. Every answer
-is made from a record; details and the command that measures it again are folded below it.
+This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
+generated from saved results. Open a section for its setup, all results, and the command that measures it again.
 
 {summary}
 
+**Primary claims.** There are {PRIMARY}: the rows below, and that split matches FP32 in fine-tuning of a pretrained
+model. They were named when the rows below were known. With 95% confidence, all their intervals hold, so each has
+{CONFIDENCE:.2%}:
+
+{primary}
+
+All other comparisons are exploratory: expect 1 in 20 of their intervals to miss the true value.
+
+**Published claims that these measurements do not confirm**:
+
+{refuted}
+
 ## How to read it
 
-**What is compared.** Runs of a seed begin with the same FP32 weights and see the same data. A difference is from FP32,
-in nats per byte of text that is held out, as the mean over seeds with its 95% interval. BF16 modes round the first
-weights; split and Kahan summation keep what is rounded off. Stochastic rounding has error feedback, unless the row says
-"without". "Rounded to nearest" is `model.to(bfloat16)` with torch's optimizer; all other modes keep norms in FP32.
+| | `optim=` | what it stores of a weight |
+| --- | --- | --- |
+| split | `adamw_bf16_split` | 16 bits that the model computes with, and the other 16 bits of FP32 |
+| Kahan | `adamw_bf16_kahan` | a BF16 weight, and its rounding error in BF16 |
+| stochastic | `adamw_bf16_sr` | a BF16 weight; the momentum gives back the rounding error |
+| stochastic without feedback | `adamw_bf16_sr`, `optim_args="error_feedback=False"` | a BF16 weight |
+| rounded to nearest | torch's AdamW after `model.to(torch.bfloat16)` | a BF16 weight, norm layers too |
+| autocast | torch's AdamW with `bf16=True` | FP32 |
 
-**Verdicts.** Each row gets the first verdict that applies. "Equal": the interval lies within ±{LIMIT}, unless another
-limit is named; "above zero" or "below zero" is added if it excludes zero. "Worse" or "better": it lies beyond the
-limit. "Above" or "below": it lies on one side of zero. Otherwise "undecided". The limit of {LIMIT} is half of the one
-that was chosen with the first results; it was lowered when most results were known. Other limits were fixed before
-their experiments ran.
+**Differences.** Runs with the same seed start from the same FP32 weights and see the same data. A difference is the
+loss of a run less that of FP32, on held-out text, as the mean over seeds with a 95% t interval. It says nothing about
+other data. Rounding modes round the first weights; split and Kahan keep the rounding errors.
 
-**Many claims.** {PRIMARY} claims are primary: split weights and stochastic rounding each end where FP32 does in
-[long runs](#steps), split weights do so in fine-tuning of a pretrained model, and rounding to
-nearest does not. Their intervals hold together with 95%, so each has {CONFIDENCE:.2%}. All others are exploratory: one
-in twenty misses the true value.
+**Verdicts.** The first that applies:
 
-**Measure again.** In a checkout after `make .venv`, each command runs its experiment, keeps its records in FOLDER, and
-prints its part of this page. If you interrupt it, run it again with the same FOLDER, and it goes on where it was.
-Without `--night` or `--full`, the experiment is smaller: all of them together, which is `make evidence`, take an hour
-on two cores. `--cases` runs a part of it. Settings and seeds are in [the experiment's
-file](../../benchmarks/evidence/experiments), records in
+| verdict | where the interval lies |
+| --- | --- |
+| equal; equal, above or below zero | within ±{LIMIT}, unless another limit is named; it contains or excludes zero |
+| worse, better | beyond the limit |
+| above, below | on one side of zero |
+| undecided | anywhere else |
+
+The limit was 0.01 with the first results, and was lowered to {LIMIT} when most results were known. In nats per byte,
+{LIMIT} is about 0.02 of Trainer's loss per token, and 3% of the steps of the [long runs](#steps). Other limits were
+written down before their experiments ran.
+
+**Measure again.** In a checkout after `make .venv`, each command runs its experiment, keeps its results in FOLDER, and
+prints its part of this page. If you interrupt it, run it again with the same FOLDER, and it resumes. Without `--night`
+or `--full`, the experiment is smaller: all of them, which is `make evidence`, take an hour on two cores. `--cases`
+selects runs. Settings are in [the experiments' files](../../benchmarks/evidence/experiments), results in
 [`benchmarks/results/evidence`](../../benchmarks/results/evidence). `python -m benchmarks.evidence.page` writes this
 page.
 """
@@ -83,6 +104,7 @@ class Section(NamedTuple):
         model: the largest model, in words.
         figure: name of a picture in `docs/images` and what it shows; empty if there is none.
         table: a table that is not folded.
+        primary: the primary claims among its claims.
     """
 
     title: str
@@ -94,6 +116,7 @@ class Section(NamedTuple):
     model: str = ""
     figure: tuple[str, str] = ("", "")
     table: str = ""
+    primary: tuple[Row, ...] = ()
 
     @property
     def link(self) -> str:
@@ -136,26 +159,24 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
     hours = sum(case["seconds"] for case in cases) / 3600
     size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
     size += f" --device {record['device']}" if "device" in record else ""
-    machines = {
-        f"{machine.get('gpu', machine['cpu'])}, Python {machine['python']}, torch {machine['torch']}"
-        for machine in (case["machine"] for case in cases)
-    }
-    texts = {case["text"] for case in cases if "text" in case}
+    machines = sorted(
+        {
+            f"{machine.get('gpu', machine['cpu'])} with torch {machine['torch']}"
+            for machine in (case["machine"] for case in cases)
+        }
+    )
     command = (
         f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} "
-        f"hours of one process ({'; '.join(sorted(machines))}{''.join(f'; text {text}' for text in sorted(texts))}); "
-        f'a part: `--cases "{example}"`.'
+        f'hours of one process ({", ".join(machines)}). To run a part: `--cases "{example}"`.'
     )
     name, shown = found.figure
     pictures = [f"![{shown}](../images/{name}{end})" for end in (".svg#only-light", "-dark.svg#only-dark") if name]
-    open_parts = [f"**{found.question}** {found.answer}" * bool(found.question), *pictures, found.table]
-    # Folded if the answer is in another table.
-    open_parts.append(claims * bool(rows) * (not found.table))
     folded = [found.text, claims * bool(rows and found.table), *found.tables, command]
     return "\n\n".join([
         f"## {found.title}",
-        *filter(None, open_parts),
-        '<details markdown="1"><summary>What was done, and all figures</summary>',
+        *pictures,
+        found.table or claims,
+        '<details markdown="1"><summary>Setup and all results</summary>',
         *filter(None, folded),
         "</details>",
     ])  # fmt: skip
@@ -163,17 +184,29 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
 
 def page() -> str:
     """The whole page."""
-    parts, summary = list[str](), list[list[str]]()
+    parts, found = list[str](), list[Section]()
     for name in EXPERIMENTS:
         recorded = [path for size in SIZES if (path := RESULTS / f"{name}-{size}.json").exists()]
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
             parts.append(section(experiment(name), record))
-            found = experiment(name).section(record)
-            summary.append([f"[{found.question}]({found.link})", found.answer, found.model])
-    table = markdown_table(("question", "answer", "largest model"), summary, numbers=False)
-    confidence = 1 - (1 - CONFIDENCE) / PRIMARY
-    head = _HEAD.rstrip().format(LIMIT=LIMIT, PRIMARY={4: "Four"}[PRIMARY], CONFIDENCE=confidence, summary=table)
+            found.append(experiment(name).section(record))
+    summary = [[f"[{each.question}]({each.link})", each.answer, each.model] for each in found]
+    primary = [[row.claim, row.ours, row.verdict] for each in found for row in each.primary]
+    refuted = [
+        f"- {row.claim} ({row.source}): {row.verdict}, {row.ours}"
+        for each in found
+        for row in each.rows
+        if row.source and row.verdict not in ("yes", "holds")
+    ]
+    head = _HEAD.rstrip().format(
+        LIMIT=LIMIT,
+        PRIMARY={4: "four"}[PRIMARY],
+        CONFIDENCE=1 - (1 - CONFIDENCE) / PRIMARY,
+        summary=markdown_table(("question", "answer", "largest model, parameters"), summary, numbers=False),
+        primary=markdown_table(("claim", "loss − FP32's", "verdict"), primary, numbers=False),
+        refuted="\n".join(refuted),
+    )
     return "\n\n".join([head, *parts]) + "\n"
 
 

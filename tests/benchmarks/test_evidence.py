@@ -194,7 +194,7 @@ def test_a_line_is_laid_through_sizes():
     rows = section.rows
     assert "Not run yet" not in section.text
     assert [row.verdict for row in rows[:2]] == ["equal at 3 of 3 sizes", "no"]
-    assert rows[1].ours == "+0.0010 ± 0.0000 for each tenfold"
+    assert rows[1].ours == "+0.0010 ± 0.0000"
     settings = dataclasses.replace(settings, models=(*settings.models, (136, 4, 3)))
     part_of = {"settings": dataclasses.asdict(settings)}
     part = scale.section({**part_of, "cases": cases})

@@ -149,15 +149,18 @@ def section(record: dict[str, Any]) -> Section:
             rows.append(Row(claim, measured, "no" if stalled else "undecided" if open_ else "yes"))
     if {"autocast", "sr"} <= largest.keys() and min(largest["autocast"], largest["sr"]) >= 0:
         rows.append(_claim_of_ozkara(*(settings.large_rates[largest[mode]] for mode in ("sr", "autocast")), settings))
+    shares.insert(0, ["FP32's progress, nats/byte", *(
+        f"{gains[f'tune fp32 {rate:g}'].mean():.1e}" for rate in settings.rates
+    )])  # fmt: skip
     words = (
-        f"{describe(record['settings'])} {settings.steps:,} steps at each rate. Fine-tuning begins after "
-        f"{settings.first_steps:,} steps of FP32. A seed diverges if its loss ends above "
-        f"{found[START]['entropy']:.3f}, the entropy of single bytes. Where FP32 makes no progress, there is nothing "
-        "to compare with."
+        f"{describe(record['settings'])} {settings.steps:,} steps at each learning rate. Fine-tuning begins after "
+        f"{settings.first_steps:,} steps of FP32. A mode stalls where it makes less than half of FP32's progress. At "
+        "the smallest learning rates, progress is so small that shares are uncertain by half and more. A seed diverges "
+        f"if its loss ends above {found[START]['entropy']:.3f}, the entropy of single bytes."
     )
     apart = record["compared"].get("distance", {})
     labels = {f"tune {mode}": MODES[mode].label for mode in modes[1:]}
-    labels[ROUNDED] = "the first weights from themselves, rounded to BF16"
+    labels[ROUNDED] = "the first weights rounded to BF16, without training"
     distances = [
         [label, *(f"{np.mean(apart[f'{case} {rate:g}']):.3f}" for rate in settings.rates)]
         for case, label in labels.items()
@@ -165,7 +168,7 @@ def section(record: dict[str, Any]) -> Section:
     ]
     tables = [
         *([f"{_DISTANCE}\n\n{_table(settings.rates, distances)}"] if distances else []),
-        f"Final loss of training from random weights, by rate:\n\n{_table(settings.large_rates, ends)}",
+        f"Final loss from random weights, in nats/byte, by learning rate:\n\n{_table(settings.large_rates, ends)}",
     ]
     usual = next((rate for rate in settings.rates if rate >= 1e-6), settings.rates[-1])
     progress = {label: cells[settings.rates.index(usual)] for label, *cells in shares}
@@ -179,15 +182,15 @@ def section(record: dict[str, Any]) -> Section:
         words,
         rows,
         tables,
-        question="Who stalls at small learning rates?",
-        answer=f"At {usual:g}, as a share of FP32's progress: {answer}.",
+        question="Which modes stall at small learning rates?",
+        answer=f"At {usual:g}, the share of FP32's progress is: {answer}.",
         model=f"{settings.shape.parameters() / 1e6:.2f} million",
         figure=("evidence-learning-rates", _PICTURE) if distances else ("", ""),
-        table=f"Progress in fine-tuning, as a share of FP32's, by rate:\n\n{_table(settings.rates, shares)}",
+        table=f"Progress in fine-tuning, as a share of FP32's, by learning rate:\n\n{_table(settings.rates, shares)}",
     )
 
 
-_DISTANCE = "Distance from FP32's weights after fine-tuning, relative to how far these have moved, by rate:"
+_DISTANCE = "Distance from FP32's weights after fine-tuning, relative to how far these moved, by learning rate:"
 _PICTURE = "Distance from FP32's weights by learning rate, for nearest, stochastic with and without feedback, and split"
 
 
@@ -197,7 +200,7 @@ def _claim_of_ozkara(stochastic: float, mixed: float, settings: Settings) -> Row
     inside = [2 <= ratio * factor <= 4 for factor in (1 / notch, 1, notch)]
     return Row(
         "stochastic rounding trains at 2 to 4 times the largest rate of mixed precision",
-        f"{ratio:.1f} times: {stochastic:g} against {mixed:g}, in notches of {notch:.1f}",
+        f"{ratio:.1f} times: no seed diverges up to {stochastic:g} and {mixed:g}, on a grid with factor {notch:.1f}",
         "yes" if all(inside) else "undecided" if any(inside) else "no",
         "Ozkara et al., as a summary has it",
         "2 to 4 times",

@@ -214,11 +214,15 @@ def section(record: dict[str, Any]) -> Section:
     def compared(mode: str, rate: str) -> tuple[Paired, str]:
         """With FP32, and the verdict."""
         values, reference = seen(mode, rate), seen("fp32", rate)
-        gain = paired(reference, seen("fp32", rate, at=0))
-        word = verdict(paired(-values, -reference), LIMIT * abs(gain.mean))  # "worse": less reward
-        if "above" in word or "below" in word:
-            word = word.replace("above", "below") if "above" in word else word.replace("below", "above")
-        return paired(values, reference), word if abs(gain.mean) > gain.half else "undecided"
+        gain, difference = paired(reference, seen("fp32", rate, at=0)), paired(values, reference)
+        # "worse" is less reward; without a gain there is no limit, and only the sign is asked for.
+        limit = LIMIT * abs(gain.mean) if abs(gain.mean) > gain.half else 0.0
+        word = verdict(paired(-values, -reference), limit)
+        swapped = {"above": "below", "below": "above", "worse": "below", "better": "above"}
+        word = swapped.get(word, word) if limit == 0 or word in ("above", "below") else word
+        if word.startswith("equal,"):
+            word = "equal, below zero" if difference.mean < 0 else "equal, above zero"
+        return difference, word
 
     def reward_row(claim: str, mode: str, rate: str, holds: str = "", *source: str) -> Row:
         """The verdict on the difference from FP32; or whether a claim holds that expects the verdict `holds`."""
@@ -268,10 +272,10 @@ def section(record: dict[str, Any]) -> Section:
         "Rewards fluctuate there and are averaged over the second half of the steps."
     )
     tables = [
-        "BF16 weights that the last step changes; FP32 weights are rounded:\n\n"
+        "Weights whose BF16 value the last step changes:\n\n"
         + table(lambda mode, rate: f"{seen(mode, rate, 'changed').mean():.2%}"),
         "Mean difference between the log-probabilities of right answers of the trained model and of a copy in BF16, "
-        "norms included, in thousandths of a nat:\n\n"
+        "norms included, in 10⁻³ nats:\n\n"
         + table(lambda mode, rate: f"{1000 * seen(mode, rate, 'disagreement').mean():.1f}"),
     ]
     gains = {mode: float((seen(mode, small) - seen(mode, small, at=0)).mean()) for mode in modes}
@@ -285,10 +289,10 @@ def section(record: dict[str, Any]) -> Section:
         text,
         rows,
         tables,
-        question="Does reinforcement learning at a rate of 1e-6 learn?",
-        answer=f"Of the reward that FP32 gains at {small}: {shares}.",
+        question=f"Does GRPO learn at a learning rate of {small}?",
+        answer=f"The share of the reward that FP32 gains is: {shares}.",
         model=f"{results[START]['parameters'] / 1e6:.1f} million",
-        table=f"Reward after {steps} steps by rate, and its difference from FP32:\n\n{table(reward_cell)}",
+        table=f"Reward after {steps} steps by learning rate, and its difference from FP32's:\n\n{table(reward_cell)}",
     )
 
 

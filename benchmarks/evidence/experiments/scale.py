@@ -103,8 +103,8 @@ def section(record: dict[str, Any]) -> Section:
         rows.append(all_equal(f"{MODES[mode].label}: ends where FP32 does", pairs, "sizes"))
         if len(sizes) > 2:
             slope = _slope(parameters, [losses(mode, size) - losses("fp32", size) for size in sizes])
-            claim = f"{MODES[mode].label}: the difference grows with the size"
-            rows.append(Row(claim, f"{slope} for each tenfold", grows(slope)))
+            claim = f"{MODES[mode].label}: the difference grows with the size (per 10 × parameters)"
+            rows.append(Row(claim, str(slope), grows(slope)))
     models = ", ".join(
         f"{count / 1e6:.2f} million ({layers} layers, width {width}, {seeds} seeds, batches of "
         f"{found[f'fp32 {width}x{layers}']['batch']})"
@@ -113,7 +113,8 @@ def section(record: dict[str, Any]) -> Section:
     words = (
         f"Transformers over bytes with {models} train on {settings.bytes_per_parameter} bytes per parameter of "
         f"Python's standard library, {settings.length} per sequence, in about {settings.steps:,} steps of AdamW with "
-        f"β₂ = 0.999 and decay 0.1. The rate is {settings.lr} · √(32 / width), rises at first and falls to a tenth."
+        f"β₂ = 0.999 and decay 0.1. The learning rate is {settings.lr} · √(32 / width); it warms up, then decays to a "
+        "tenth."
     )
     left = [settings.shape(*model[:2]).parameters() / 1e6 for model in settings.models if model not in measured]
     if left:
@@ -122,9 +123,10 @@ def section(record: dict[str, Any]) -> Section:
         words += f' `--cases "{patterns}"` leaves them out.'
     heads = [f"{count / 1e6:.2f} million" for count in parameters]
     slopes = {row.claim.partition(":")[0]: row for row in rows if "grows" in row.claim}
-    answer = "Yes" if any(row.verdict == "yes" for row in slopes.values()) else "No"
-    answer += f", from {parameters[0] / 1e6:.2f} to {parameters[-1] / 1e6:.2f} million parameters: "
-    answer += "; ".join(f"{label} {row.ours}" for label, row in slopes.items())
+    grown = [label for label, row in slopes.items() if row.verdict == "yes"]
+    answer = f"From {parameters[0] / 1e6:.2f} to {parameters[-1] / 1e6:.2f} million parameters, it "
+    answer += f"grows: {', '.join(grown)}. By nats/byte" if grown else "does not grow; in nats/byte"
+    answer += " per 10 × parameters: " + "; ".join(f"{label} {row.ours}" for label, row in slopes.items())
     return Section(
         "Size",
         words,
@@ -133,7 +135,7 @@ def section(record: dict[str, Any]) -> Section:
         question="Does the difference from FP32 grow with the model?",
         answer=f"{answer}.",
         model=heads[-1],
-        table=f"Loss of FP32, and mean differences from it:\n\n{markdown_table(['', *heads], table)}",
+        table=f"Loss of FP32, and differences from it, in nats/byte:\n\n{markdown_table(['', *heads], table)}",
     )
 
 

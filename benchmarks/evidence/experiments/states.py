@@ -107,9 +107,9 @@ def section(record: dict[str, Any]) -> Section:
         rows,
         [],
         question="Do optimizer states in BF16 or 8 bits cost accuracy?",
-        answer=f"{equal} of {len(rows)} combinations of weights and states end where FP32 does, at every β₂.",
+        answer=f"{equal} of {len(rows)} combinations of weights and states match FP32, at {' and '.join(heads[1:])}.",
         model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
-        table=f"Loss of FP32, and differences:\n\n{markdown_table(heads, table)}",
+        table=f"Loss of FP32, and differences from it, in nats/byte:\n\n{markdown_table(heads, table)}",
     )
 
 
