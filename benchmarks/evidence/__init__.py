@@ -25,6 +25,7 @@ EXPERIMENTS = (
     "peers",
     "shared-bits",
     "halting",
+    "arrival",
 )
 """Names, in the order of the page. They are imported when they are needed: some need packages that others do not."""
 
