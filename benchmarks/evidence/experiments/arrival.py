@@ -46,7 +46,7 @@ class Settings:
     Attributes:
         runs: of each case; the paper's are 100.
         last_updates: ε of the first toy.
-        starts: first rates of the second, chosen after a look at the means with twelve of them.
+        starts: first rates of the second, chosen after a look at 14 of them in nine shapes.
     """
 
     runs: int = 2000
