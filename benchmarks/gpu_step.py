@@ -5,10 +5,12 @@ reported for a kernel whose results differ from those of the CPU reference in an
 part:
 
     python benchmarks/gpu_step.py [--seconds 540] [--output FOLDER]
+    python benchmarks/gpu_step.py --training        # training in every setting: also compiled, and with Liger's kernels
     python benchmarks/gpu_step.py --rehearse        # everything but the GPU, on small shapes, into a temporary folder
 
-Without an installation of hf_lowprec any Python that has torch, triton, transformers and accelerate will do. Exit
-status: 1 if something of ours failed or did not end in time, 2 without a GPU or one of these packages.
+Without an installation of hf_lowprec any Python that has torch, triton, transformers and accelerate will do. In a copy
+of the checkout without git, set COMMIT to what it is a copy of. Exit status: 1 if something of ours failed or did not
+end in time, 2 without a GPU or one of these packages.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=540, help="time limit (default: 540)")
     parser.add_argument("--output", type=Path, help=f"folder of the results (default: {RESULTS})")
+    parser.add_argument("--training", action="store_true", help="only parity, and training in every setting")
     parser.add_argument("--rehearse", action="store_true", help="run everything once on the CPU, on small shapes")
     options = parser.parse_args(arguments)
     budget = Budget(options.seconds)
@@ -54,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     device: Device = Rehearsal() if options.rehearse else Gpu()
     default = Path(tempfile.mkdtemp(prefix="gpu_step-rehearsal-")) if options.rehearse else RESULTS
     report = Report(options.output or default, device.name, str(date.today()))
-    run(Benchmark(device, budget, report))
+    run(Benchmark(device, budget, report), options.training)
     print(f"\n{report.markdown.read_text(encoding='utf-8')}\nwritten to {report.json} and {report.markdown.name}")
     return 1 if report.result["failures"] else 0
 

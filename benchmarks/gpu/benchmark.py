@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+from dataclasses import asdict
 from datetime import date
 from importlib import metadata
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from gpu import parity
 from gpu.budget import Budget, OutOfTime, line
 from gpu.candidates import MODES, candidates, installed, our_backend
+from gpu.checkout import commit
 from gpu.device import Device
 from gpu.measuring import Table, copy_speed, launches
 from gpu.report import Report
 from gpu.shapes import LLAMA_1B, TINY
-from gpu.training import VARIANTS, Run, train
+from gpu.training import OURS, WAYS, Run, Setting, train
 from gpu.trial import trial_failure
 
 
@@ -35,9 +37,10 @@ class Benchmark:
         for package, version in versions.items():
             if version.startswith("not"):
                 print(f"{package}: {version}")
-        distributions = ("hf-lowprec", "triton", "transformers")
+        distributions = ("hf-lowprec", "triton", "transformers", "liger-kernel")
         self.result |= {
             "date": str(date.today()),
+            "commit": commit(),
             "rehearsal": device.rehearsal,
             "backend": our_backend(device),
             "machine": device.facts(),
@@ -52,6 +55,11 @@ class Benchmark:
     def say(self, message: str) -> None:
         """A line of progress."""
         print(f"[{self.budget.spent:5.0f} s] {message}", flush=True)
+
+    def leave_out(self, what: str) -> None:
+        """Say that there was no time, or no way, to measure something."""
+        self.say(f"left out: {what}")
+        self.report.note("left_out", what)
 
     def parity(self, seconds: float) -> None:
         """Which of our modes may be timed; the others leave the tables.
@@ -71,7 +79,7 @@ class Benchmark:
                 self.device.release()
                 self.say(f"parity of {name}: {checks[name]}")
                 if checks[name] != "equal":
-                    self.report.fail(f"parity of {name}: {checks[name]}")
+                    self.report.note("failures", f"parity of {name}: {checks[name]}")
         wrong = {mode for mode in MODES if checks[mode] != "equal"}
         self.candidates = [candidate for candidate in self.candidates if candidate.mode not in wrong]
 
@@ -83,7 +91,7 @@ class Benchmark:
             failure = trial_failure(candidate.name, self.device.rehearsal, allowed)
             self.say(f"trial of {candidate.name}: {failure or 'done'}")
             if failure:
-                self.report.peer_failed(f"{candidate.name}: {failure}")
+                self.report.note("peer_failures", f"{candidate.name}: {failure}")
                 self.candidates.remove(candidate)
 
     def copy(self) -> None:
@@ -110,39 +118,50 @@ class Benchmark:
     def _note(self, failures: dict[str, str]) -> None:
         ours = {candidate.name for candidate in self.candidates if candidate.mode}
         for name, message in failures.items():
-            (self.report.fail if name in ours else self.report.peer_failed)(f"{name}: {message}")
+            self.report.note("failures" if name in ours else "peer_failures", f"{name}: {message}")
 
-    def train(self, batch: int, length: int, rounds: int, steps: int, discard: int, seconds: float) -> None:
-        """Train end to end in each variant in turn."""
-        budget, what = self.budget.part(seconds), f"training, {batch} × {length} tokens"
+    def train(self, setting: Setting, rounds: int, steps: int, discard: int, seconds: float) -> None:
+        """Train end to end in each way in turn, and in the opposite order in every second round."""
+        budget, what = self.budget.part(seconds), f"training, {setting}"
+        if setting.liger and (self.device.rehearsal or not importlib.util.find_spec("liger_kernel")):
+            self.leave_out(f"{what}: needs a GPU and the package liger-kernel")
+            return
+        checks = self.result["parity"]
         runs = {
-            variant: Run()
-            for variant, mode in VARIANTS.items()
-            if mode is None or self.result["parity"][mode] == "equal"
+            way: {clipped: Run() for clipped in (False, True)}
+            for way in WAYS
+            if checks.get(way.removeprefix(OURS), "equal") == "equal"
         }
-        table: dict[str, Any] = {"model": self.model.name, "batch": batch, "length": length, "rows": []}
-        self.result.setdefault("training", []).append(table)
+        tables = [{"model": self.model.name, **asdict(setting), "clipped": clipped} for clipped in (False, True)]
+        self.result.setdefault("training", []).extend(tables)
+        longest = 0.0
         for number in range(rounds):
-            for variant in list(runs):
-                if budget.left < (15 if number else 5):
-                    self.say(f"{what}: no time for {variant} in round {number + 1}")
+            for way in list(runs)[:: -1 if number % 2 else 1]:
+                if budget.left < (max(15, longest) if number else 5):
+                    self.leave_out(f"{what}: {way} in round {number + 1}")
                     continue
+                begin = budget.spent
                 try:
                     with budget.limit(90):
-                        train(self.device, self.model, variant, (batch, length), steps, discard, runs[variant])
+                        train(self.device, self.model, way, setting, steps, discard, runs[way])
                 except (Exception, OutOfTime) as error:
-                    self.say(f"{what}, round {number + 1}, {variant}: failed: {line(error)}")
-                    if not (isinstance(error, OutOfTime) and (error.expected or runs[variant].step_ms)):
-                        del runs[variant]
-                        self.report.fail(f"{what}, {variant}: {line(error)}")
+                    self.say(f"{what}, round {number + 1}, {way}: failed: {line(error)}")
+                    if isinstance(error, OutOfTime) and (error.expected or runs[way][True].losses):
+                        self.leave_out(f"{what}: {way} in round {number + 1}")
+                    else:
+                        del runs[way]
+                        self.report.note("failures", f"{what}, {way}: {line(error)}")
                 else:
-                    self.say(f"{what}, round {number + 1}, {variant}: {runs[variant].step_ms[-1]:.2f} ms")
+                    longest = max(longest, budget.spent - begin)
+                    self.say(f"{what}, round {number + 1}, {way}: {runs[way][False].step_ms[-1]:.2f} ms")
                 self.device.release()
-                done = {variant: run for variant, run in runs.items() if run.step_ms}
-                table["steps"] = max((len(run.step_ms) for run in done.values()), default=0)
-                table["rows"] = [
-                    run.row(variant, batch * length, self.model.parameters) for variant, run in done.items()
-                ]
+                for table in tables:
+                    done = ((way, run[table["clipped"]]) for way, run in runs.items())
+                    table["rows"] = [
+                        run.row(way, setting.batch * setting.length, self.model.parameters)
+                        for way, run in done
+                        if run.losses
+                    ]
                 self.report.write()
 
     def launches(self, seconds: float) -> None:
@@ -158,36 +177,49 @@ def _module(distribution: str) -> str:
     return distribution.replace("-", "_")
 
 
-def run(benchmark: Benchmark) -> None:
-    """All parts. Seconds are the most a part may take from those after it."""
+def run(benchmark: Benchmark, training_alone: bool = False) -> None:
+    """All parts, or parity and all settings of training. Seconds are the most a part may take from those after it."""
     rehearsal = benchmark.device.rehearsal
     benchmark.report.write()
     rounds, repeats = (2, 2) if rehearsal else (3, 20)
     length, steps, discard = (32, 2, 1) if rehearsal else (2048, 15, 4)
-    parts: list[tuple[str, Any]] = [
-        ("parity", lambda: benchmark.parity(100)),
+
+    def training(setting: Setting, seconds: float) -> tuple[str, Any]:
+        return f"training, {setting}", lambda: benchmark.train(setting, 2, steps, discard, seconds)
+
+    eager = [training(Setting(4, length), 130), training(Setting(1, length), 70)]
+    others = [
+        training(Setting(4, length, compiled=True), 130),
+        training(Setting(1, length, compiled=True), 70),
+        # The last ones: its kernels replace those of models that are built afterwards, too.
+        training(Setting(4, length, liger=True), 70),
+        training(Setting(1, length, liger=True), 40),
+    ]
+    step: list[tuple[str, Any]] = [
         ("copy", benchmark.copy),
         ("trial of other packages", lambda: benchmark.try_peers(70)),
         ("step", lambda: benchmark.step(rounds, repeats, 310)),
-        ("training", lambda: benchmark.train(4, length, 2, steps, discard, 90)),
-        ("training, small batch", lambda: benchmark.train(1, length, 2, steps, discard, 60)),
-        ("launches", lambda: benchmark.launches(60)),
     ]
+    parity = ("parity", lambda: benchmark.parity(100))
+    if training_alone:
+        parts = [parity, *eager, *others]
+    else:
+        parts = [parity, *step, *eager, *others * rehearsal, ("launches", lambda: benchmark.launches(60))]
     for name, part in parts:
         if benchmark.budget.left < 10:
-            benchmark.say(f"no time for {name}")
+            benchmark.leave_out(name)
             if name == "parity":
-                benchmark.report.fail("there was no time for anything")
+                benchmark.report.note("failures", "there was no time for anything")
             continue
         try:
             part()
         except (Exception, OutOfTime) as error:
-            benchmark.report.fail(f"{name}: {line(error)}")
+            benchmark.report.note("failures", f"{name}: {line(error)}")
             benchmark.say(f"{name}: failed: {line(error)}")
         try:
             benchmark.device.release()
         except RuntimeError as error:  # a kernel that wrote where it must not takes everything after it along
-            benchmark.report.fail(f"the device is lost since {name}: {line(error)}")
+            benchmark.report.note("failures", f"the device is lost since {name}: {line(error)}")
             benchmark.report.write()
             return
         benchmark.result["machine_after"] = benchmark.device.facts()

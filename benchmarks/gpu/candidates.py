@@ -11,16 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from peers import optimizers as peers
 
 from gpu.device import Device
 from hf_lowprec import AdamW
+from hf_lowprec.optim.backends.triton import launch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COMMON: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 IN_8_BITS = {"state_dtype": torch.int8}
+LIMITED = ", 96 registers"
+"""At the end of modes whose kernel of whole chunks has at most so many for each thread: an experiment."""
 MODES: dict[str, dict[str, Any]] = {
     "split": {"rounding": "split"},
     "stochastic": {"rounding": "stochastic"},
@@ -29,9 +33,11 @@ MODES: dict[str, dict[str, Any]] = {
     "split, 8-bit states": {"rounding": "split", **IN_8_BITS},
     "stochastic, 8-bit states": {"rounding": "stochastic", **IN_8_BITS},
 }
+MODES |= {mode + LIMITED: options for mode, options in MODES.items() if mode.endswith("8-bit states")}
 """The options of our AdamW in each mode."""
 BYTES = {"split": 18, "stochastic": 14, "kahan": 18, "nearest": 14}
 BYTES |= {"split, 8-bit states": 14.125, "stochastic, 8-bit states": 10.125}
+BYTES |= {mode: BYTES[mode.removesuffix(LIMITED)] for mode in MODES if mode.endswith(LIMITED)}
 """Read and written per parameter in each mode: weight, gradient and states."""
 BASELINE = "torch AdamW, FP32, fused"
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -73,13 +79,35 @@ def our_backend(device: Device) -> str:
     return "auto"
 
 
+class LimitedAdamW(AdamW):
+    """Our AdamW for modes that end in `LIMITED`; on a CPU, it is the same as any other."""
+
+    def step(self, closure: Any = None) -> Any:
+        with mock.patch.object(launch, "_kernel_options", _limited):
+            return super().step(closure)
+
+
+_kernel_options = launch._kernel_options
+
+
+def _limited(spec: Any, device: torch.device) -> Any:
+    options = _kernel_options(spec, device)
+    return options._replace(step=options.step | ({"maxnreg": 96} if device.type == "cuda" else {}))
+
+
+def our_adamw(params: list[torch.nn.Parameter], mode: str, backend: str) -> AdamW:
+    """Our AdamW in a mode of `MODES`."""
+    made = LimitedAdamW if mode.endswith(LIMITED) else AdamW
+    return made(params, **COMMON, **MODES[mode], backend=backend)
+
+
 def ours(mode: str, device: Device) -> Candidate:
     backend = our_backend(device)
     return Candidate(
         our_name(mode),
         BF16,
         BYTES[mode],
-        lambda params: AdamW(params, **COMMON, **MODES[mode], backend=backend),
+        lambda params: our_adamw(params, mode, backend),
         mode=mode,
     )
 
@@ -94,12 +122,13 @@ def _peer(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
 
 def candidates(device: Device) -> list[Candidate]:
     """All candidates, the most informative ones first, because time may run out."""
+    others = [mode for mode in MODES if mode not in ("split", "kahan", "stochastic")]
     return [
         ours("split", device),
         ours("kahan", device),
         Candidate(BASELINE, FP32, 28, _torch(fused=True)),
         ours("stochastic", device),
-        *(ours(mode, device) for mode in MODES if mode not in ("split", "kahan", "stochastic")),
+        *(ours(mode, device) for mode in others if not mode.endswith(LIMITED)),
         Candidate("torch AdamW, BF16, fused", BF16, 14, _torch(fused=True)),
         Candidate(
             "optimi AdamW, BF16, Kahan, Triton",
@@ -119,6 +148,7 @@ def candidates(device: Device) -> list[Candidate]:
             package="torchao",
             trial_seconds=110,
         ),
+        *(ours(mode, device) for mode in others if mode.endswith(LIMITED)),
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import tempfile
 from importlib import metadata
@@ -24,3 +26,12 @@ def make_importable() -> None:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hf-lowprec\nVersion: {version}\n")
         sys.path.append(site)
+
+
+def commit() -> str:
+    """The commit of this checkout and whether it was changed; of a copy without git, the environment's `COMMIT`."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpu.candidates import BF16, COMMON, FP32, MODES, our_backend
+from gpu.candidates import BF16, FP32, our_adamw, our_backend
 from gpu.device import Device
-from hf_lowprec import AdamW
 
 STEPS = 3
 # Around a chunk and a block of the kernel, and ends of every kind.
@@ -66,7 +65,7 @@ def _stepped(
         for k, size in enumerate(sizes):
             values = (torch.randn(size, generator=generator) * 0.02).to(dtype)
             params[f"{dtype} {k} of {size}"] = torch.nn.Parameter(_placed(values, device, k == len(SIZES)))
-    optimizer = AdamW(list(params.values()), **COMMON, **MODES[mode], backend=backend)
+    optimizer = our_adamw(list(params.values()), mode, backend)
     for step in range(STEPS):
         for k, param in enumerate(params.values()):
             # Scales from 1e-2 down to 1e-8, as between the layers of a model.

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu.training import AUTOCAST
+from gpu.training import AUTOCAST, MASTERS, OURS, PARTS, ROUNDED
 
 Result = dict[str, Any]
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
+NOTES = {
+    "failures": "**Failed:**",
+    "peer_failures": "Optimizers of other packages that failed, and are left out:",
+    "left_out": "Left out:",
+}
+COMPARISONS = [
+    (f"{OURS}split", AUTOCAST),
+    (f"{OURS}stochastic", AUTOCAST),
+    (f"{OURS}split, 8-bit states", AUTOCAST),
+    (f"{OURS}stochastic, 8-bit states", AUTOCAST),
+    (f"{OURS}split", MASTERS),
+    (f"{OURS}stochastic", ROUNDED),
+]
+"""A way to train, and the usual one with which it is compared."""
 
 
 class Report:
@@ -22,17 +37,12 @@ class Report:
         stem = f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{date}"
         folder.mkdir(parents=True, exist_ok=True)
         self.json, self.markdown = folder / f"{stem}.json", folder / f"{stem}.md"
-        self.result: Result = {"failures": [], "peer_failures": []}
+        self.result: Result = {kind: [] for kind in NOTES}
 
-    def fail(self, message: str) -> None:
-        """Note a failure of ours."""
-        if message not in self.result["failures"]:
-            self.result["failures"].append(message)
-
-    def peer_failed(self, message: str) -> None:
-        """Note a failure of another package."""
-        if message not in self.result["peer_failures"]:
-            self.result["peer_failures"].append(message)
+    def note(self, kind: str, message: str) -> None:
+        """Add to one of `NOTES`."""
+        if message not in self.result[kind]:
+            self.result[kind].append(message)
 
     def write(self) -> None:
         """Replace both files."""
@@ -49,22 +59,23 @@ def render(result: Result) -> str:
     if result.get("rehearsal"):
         parts.append("**A rehearsal on the CPU: no time, speed or verdict in here means anything.**")
     parts.append(_list(_facts(result)))
-    if result.get("failures"):
-        parts += ["**Failed:**", _list(result["failures"])]
-    if result.get("peer_failures"):
-        parts += ["Optimizers of other packages that failed, and are left out:", _list(result["peer_failures"])]
+    for kind, title in NOTES.items():
+        if result.get(kind):
+            parts += [title, _list(result[kind])]
     if result.get("parity"):
         parts.append(_parity(result["parity"]))
     if result.get("step_1b"):
         parts.append(_step(result["step_1b"], result.get("launches") or {}))
-    parts += [_training(table) for table in result.get("training") or []]
+    if tables := [table for table in result.get("training") or [] if table.get("rows")]:
+        parts += [_comparisons(tables), *map(_training, tables)]
     return "\n\n".join(parts) + "\n"
 
 
 def _facts(result: Result) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
     machine = ", ".join(f"{name} {value}" for name, value in result.get("machine", {}).items() if name != "gpu")
-    facts = [fact for fact in (result.get("date", ""), machine, versions) if fact]
+    commit = f"commit {result['commit']}" if "commit" in result else ""
+    facts = [fact for fact in (result.get("date", ""), commit, machine, versions) if fact]
     if copy := result.get("copy"):
         speed = copy["bytes_per_second"] / 1e9
         facts.append(f"a copy within device memory moves {speed:.0f} GB/s, reads and writes both counted")
@@ -120,28 +131,49 @@ def _step(table: dict[str, Any], launched: dict[str, Any]) -> str:
     return "\n\n".join([title, _table(columns, table["rows"]), notes])
 
 
+def _setting(table: dict[str, Any]) -> str:
+    kind = "compiled" if table["compiled"] else "eager"
+    return ", ".join([kind, *["clipped"] * table["clipped"], *["Liger"] * table["liger"]])
+
+
+def _comparisons(tables: list[dict[str, Any]]) -> str:
+    rows = []
+    for table in tables:
+        ways = {row["way"]: row for row in table["rows"]}
+        for way, baseline in COMPARISONS:
+            if {way, baseline} <= ways.keys():
+                ours, usual = ways[way], ways[baseline]
+                rows.append([
+                    f"{table['batch']} × {table['length']}, {_setting(table)}",
+                    way,
+                    f"{usual['step_ms'] / ours['step_ms']:.2f} × {baseline}",
+                    f"{ours['peak_gigabytes']:.2f}",
+                    f"{usual['peak_gigabytes']:.2f}",
+                ])  # fmt: skip
+    head = ["tokens per step", "way", "tokens/s", "peak GB", "the other's"]
+    notes = "Tokens/s: the baseline's median time of a step over that of the way."
+    return "\n\n".join([f"## Training {tables[0]['model']}, compared", _lines([head], rows), notes])
+
+
 def _training(table: dict[str, Any]) -> str:
-    base = next((row for row in table["rows"] if row["way"] == AUTOCAST), None)
-
-    def relative(key: str) -> Callable[[Row], str]:
-        def show(row: Row) -> str:
-            return f"{row[key] / base[key]:.3f}" if base and base[key] else ""
-
-        return show
+    def part(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{statistics.median(row['parts_ms'][name]):.2f}"
 
     columns: Columns = {
         "way": _cell("way", ""),
-        "step ms": _cell("step_ms", ".2f"),
+        "ms": _cell("step_ms", ".2f"),
+        "quartiles": lambda row: " to ".join(format(each, ".2f") for each in row["quartiles_ms"]),
+        **{name: part(name) for name in PARTS},
         "tokens/s": _cell("tokens_per_second", ".0f"),
-        "× autocast": relative("tokens_per_second"),
         "peak GB": _cell("peak_gigabytes", ".2f"),
         "weights, gradients, state GB": _cell("non_activation_gigabytes", ".3f"),
-        "× autocast's": relative("non_activation_gigabytes"),
+        "first loss": lambda row: f"{row['losses'][0]:.4f}",
         "last loss": lambda row: f"{row['losses'][-1]:.4f}",
     }
-    title = (
-        f"## Training {table['model']} on random tokens: {table['batch']} × {table['length']} tokens, "
-        f"{table['steps']} steps"
+    title = f"## {table['batch']} × {table['length']} tokens, {_setting(table)}"
+    steps = max(len(row["parts_ms"][PARTS[0]]) for row in table["rows"])
+    notes = (
+        f"Medians of up to {steps} steps, from the end of one to that of the next, without waiting in between; all "
+        "learn one random batch. No gradient checkpointing, sdpa attention."
     )
-    notes = "Medians from step to step without waiting in between; no gradient checkpointing, sdpa attention."
     return "\n\n".join([title, _table(columns, table["rows"]), notes])

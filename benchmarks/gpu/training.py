@@ -1,54 +1,89 @@
-"""Tokens per second and memory of training a Llama: FP32 with BF16 autocast, as is usual, and pure BF16."""
+"""Time and memory of training a Llama in each way: as is usual, with FP32 weights or masters, and in pure BF16."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-import hf_lowprec
-from gpu.candidates import BF16, COMMON, MODES, our_backend
+from benchmarks.evidence.training.modes import MODES
+from gpu.candidates import COMMON
 from gpu.device import Device
 from gpu.shapes import Llama
 
 AUTOCAST = "FP32 + BF16 autocast, torch AdamW fused"
-VARIANTS = {
-    AUTOCAST: None,
-    "BF16, hf_lowprec split": "split",
-    "BF16, hf_lowprec stochastic": "stochastic",
-    "BF16, hf_lowprec stochastic, 8-bit states": "stochastic, 8-bit states",
+MASTERS = "BF16 + FP32 masters (O2), torch AdamW fused"
+ROUNDED = "BF16, torch AdamW fused"
+OURS = "BF16, hf_lowprec "
+WAYS = {
+    AUTOCAST: "autocast",
+    MASTERS: "o2",
+    ROUNDED: "nearest",
+    f"{OURS}split": "split",
+    f"{OURS}stochastic": "feedback",
+    f"{OURS}split, 8-bit states": "split-int8",
+    f"{OURS}stochastic, 8-bit states": "feedback-int8",
 }
-"""The mode of each way to train; None is torch's optimizer."""
+"""Names of the tables, and of `MODES`."""
 TRAINING = {**COMMON, "lr": 1e-4}
+CLIPPED_TO = 1.0
+PARTS = ("forward", "backward", "clip", "step")
+"""Of a training step. The gradients of O2 become FP32 in "clip" if they are clipped, else in "step"."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the ways of a table have in common.
+
+    Attributes:
+        batch: sequences per step.
+        length: tokens of each.
+        compiled: whether each decoder layer is compiled.
+        liger: whether Liger's kernels replace those of norms, rotary embeddings, MLPs and the loss.
+    """
+
+    batch: int
+    length: int
+    compiled: bool = False
+    liger: bool = False
+
+    def __str__(self) -> str:
+        liger = ", Liger's kernels" if self.liger else ""
+        return f"{self.batch} × {self.length} tokens, {'compiled' if self.compiled else 'eager'}{liger}"
 
 
 @dataclass
 class Run:
-    """The measurements of one variant of training over all rounds."""
+    """The measurements of one way to train over all rounds."""
 
-    step_ms: list[float] = field(default_factory=list)
+    parts_ms: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     peak_bytes: int = 0
     resident_bytes: int = 0
     """Weights, gradients and optimizer state."""
     losses: list[float] = field(default_factory=list)
 
-    def row(self, variant: str, tokens: int, count: int) -> dict[str, Any]:
+    @property
+    def step_ms(self) -> list[float]:
+        """From the end of one step to that of the next: the sum of its parts."""
+        return [sum(parts) for parts in zip(*self.parts_ms.values(), strict=True)]
+
+    def row(self, way: str, tokens: int, count: int) -> dict[str, Any]:
         """The row of the table."""
-        median = statistics.median(self.step_ms)
+        low, median, high = statistics.quantiles(self.step_ms, n=4, method="inclusive")
         return {
-            "way": variant,
+            "way": way,
             "step_ms": median,
-            "fastest_ms": min(self.step_ms),
+            "quartiles_ms": [low, high],
             "tokens_per_second": 1e3 * tokens / median,
             "peak_gigabytes": self.peak_bytes / 1e9,
             "non_activation_gigabytes": self.resident_bytes / 1e9,
             "non_activation_bytes_per_parameter": self.resident_bytes / count,
             "losses": self.losses,
+            "parts_ms": self.parts_ms,
         }
 
 
@@ -80,43 +115,63 @@ def build(shape: Llama, device: Device) -> torch.nn.Module:
 
 
 def train(
-    device: Device, shape: Llama, variant: str, size: tuple[int, int], steps: int, discard: int, run: Run
+    device: Device, shape: Llama, way: str, setting: Setting, steps: int, discard: int, runs: dict[bool, Run]
 ) -> None:
-    """Train for `discard + steps` steps on batches of `size` (sequences, tokens) and add what was measured to `run`.
+    """Train for `discard + steps` steps without clipping, then as many with, and add what was measured to `runs`.
 
-    The host does not wait for the device between steps, as in a training loop that does not log every step.
+    All steps learn the same batch. The host does not wait for the device between steps, as in a training loop that
+    does not log every step.
+
+    Args:
+        device: to train on.
+        shape: of the model.
+        way: a key of `WAYS`.
+        setting: see there.
+        steps: to measure.
+        discard: steps before them, which compile and allocate.
+        runs: by whether gradients are clipped.
     """
-    mode = VARIANTS[variant]
-    before = device.allocated()
+    before, mode = device.allocated(), MODES[WAYS[way]]
     model = build(shape, device)
-    optimizer: torch.optim.Optimizer
-    if mode is None:
-        optimizer = torch.optim.AdamW(model.parameters(), **TRAINING, fused=True)
-    else:
-        hf_lowprec.cast_model(model)
-        backend = our_backend(device)
-        optimizer = hf_lowprec.AdamW(model.parameters(), **TRAINING, **MODES[mode], backend=backend)
+    if setting.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    optimizer: Any = mode.optimizer(model, **TRAINING)
+    if setting.compiled:
+        torch.compiler.reset()  # torch stops compiling after a few models that share their code
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager" if device.rehearsal else "inductor")
     generator = torch.Generator(device.device).manual_seed(0)
-    marks, losses = [], []
-    for step in range(discard + steps):
-        if step == discard:
-            device.reset_peak()
+    size = (setting.batch, setting.length)
+    tokens = torch.randint(shape.vocabulary, size, device=device.device, generator=generator)
+    for clipped, run in runs.items():
+        marks, losses = [], []
+        for step in range(discard + steps):
+            if step == discard:
+                device.reset_peak()
+                marks = [device.mark()]
+            with mode.precision(device.device.type):
+                loss = model(input_ids=tokens, labels=tokens).loss
             marks.append(device.mark())
-        tokens = torch.randint(shape.vocabulary, size, device=device.device, generator=generator)
-        context: AbstractContextManager = torch.autocast(device.device.type, BF16) if mode is None else nullcontext()
-        with context:
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        losses.append(loss.detach())
-        del loss
-        optimizer.step()
-        run.resident_bytes = device.allocated() - before
-        optimizer.zero_grad()
-        if step >= discard:
+            loss.backward()
+            losses.append(loss.detach())
+            del loss
             marks.append(device.mark())
-    device.synchronize()
-    run.peak_bytes = max(run.peak_bytes, device.peak() - before)
-    run.step_ms += [device.between(first, second) for first, second in pairwise(marks)]
-    run.losses += [losses[0].item(), losses[-1].item()]
-    if not all(map(math.isfinite, run.losses)):
-        raise RuntimeError(f"the loss of {variant} is not finite: {run.losses}")
+            if clipped and hasattr(optimizer, "clip_grad_norm_"):
+                optimizer.clip_grad_norm_(CLIPPED_TO)
+            elif clipped:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_TO)
+            marks.append(device.mark())
+            optimizer.step()
+            if step < discard:
+                run.resident_bytes = device.allocated() - before
+            optimizer.zero_grad()
+            marks.append(device.mark())
+        device.synchronize()
+        run.peak_bytes = max(run.peak_bytes, device.peak() - before)
+        for k, (first, second) in enumerate(pairwise(marks)):
+            run.parts_ms[PARTS[k % len(PARTS)]].append(device.between(first, second))
+        run.losses += [losses[0].item(), losses[-1].item()]
+        if not all(map(math.isfinite, run.losses)):
+            raise RuntimeError(f"the loss of {way} is not finite: {run.losses}")
