@@ -18,6 +18,7 @@ EXPERIMENTS = (
     "steps",
     "scale",
     "pretrained",
+    "forks",
     "learning-rates",
     "states",
     "reinforcement",

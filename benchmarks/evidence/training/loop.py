@@ -25,6 +25,7 @@ class Training:
         batches: data of all seeds: `of_step(step)`, and `validation()`, which gives batches and their numbers of rows.
         rate: gives the learning rate of a step.
         options: of the optimizer, see `Mode.optimizer`.
+        kept: how many of the last steps leave the losses of their batches in `losses`.
     """
 
     work: Workspace
@@ -34,11 +35,12 @@ class Training:
     batches: Any
     rate: Callable[[int], float]
     options: dict[str, Any] = field(default_factory=lambda: {"weight_decay": 0.1})
+    kept: int = 0
 
     def __post_init__(self) -> None:
         self.model.to(self.work.device)
         self.optimizer = self.mode.optimizer(self.model, lr=self.rate(0), **self.options)
-        self.step, self.points = 0, list[dict[str, Any]]()
+        self.step, self.points, self.losses = 0, list[dict[str, Any]](), list[Tensor]()
 
     def load(self, case: str) -> bool:
         """Take model, optimizer, step and points from the last checkpoint of `case`; False if there is none."""
@@ -46,7 +48,7 @@ class Training:
         if saved is not None:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
-            self.step, self.points = saved["step"], saved["points"]
+            self.step, self.points, self.losses = saved["step"], saved["points"], saved["losses"]
         return saved is not None
 
     def run(
@@ -68,6 +70,8 @@ class Training:
             with self.mode.precision(self.work.device):
                 losses = self.model.losses(on_device_of(self.model, self.batches.of_step(self.step)))
             losses.sum().backward()
+            if self.step >= last - self.kept:
+                self.losses.append(losses.detach())
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -75,10 +79,10 @@ class Training:
                 found = self.validation()
                 self.points.append({"step": self.step, "loss": found.tolist()})
                 observe()
-                words = f"step {self.step}, loss {float(found.mean()):.4f} ± {float(found.std()):.4f}"
+                words = f"step {self.step}, loss {float(found.mean()):.4f} ± {float(found.std(correction=0)):.4f}"
                 self.work.progress(f"{self.case}: {words}")
             if self.work.is_due() or self.step == last:
-                state = {"step": self.step, "points": self.points}
+                state = {"step": self.step, "points": self.points, "losses": self.losses}
                 models = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
                 self.work.save(self.case, {**state, **models})
         return self.points

@@ -35,10 +35,14 @@ class Bytes(NamedTuple):
 
 
 @functools.cache
-def load(folder: Path | None) -> Bytes:
-    """The text files of `folder`, whose last tenth is held out; None means the standard library."""
+def load(folder: Path | None, packages: bool = False) -> Bytes:
+    """The text files of `folder`, whose last tenth is held out; None means the standard library.
+
+    With `packages`, it also means the packages that are installed.
+    """
     if folder is None:
-        parts = ["\n".join(documents).encode() for documents in held_out(standard_library())]
+        documents = standard_library() | (sources(Path(sysconfig.get_path("purelib"))) if packages else {})
+        parts = ["\n".join(part).encode() for part in held_out(documents)]
     else:
         whole = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
         if not folder.is_dir():
@@ -51,8 +55,13 @@ def load(folder: Path | None) -> Bytes:
 
 
 def standard_library() -> dict[str, str]:
-    """The modules of the standard library without its tests, by path; files that are not UTF-8 are left out."""
-    root, found = Path(sysconfig.get_path("stdlib")), {}
+    """The modules of the standard library without its tests, by path."""
+    return sources(Path(sysconfig.get_path("stdlib")))
+
+
+def sources(root: Path) -> dict[str, str]:
+    """The Python files of a folder without tests, by path; those that are not UTF-8 are left out."""
+    found = {}
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
         if SKIPPED.isdisjoint(name.parts):
