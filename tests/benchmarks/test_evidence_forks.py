@@ -88,7 +88,8 @@ def test_the_page_has_each_way_with_its_prediction(begun_and_record):
     assert len(exact) == SETTINGS.tail and exact != split
     mean = sum(one - other for one, other in zip(split, exact, strict=True)) / SETTINGS.tail
     found = page.section(forks.EXPERIMENT, record)
-    assert f"| split: within 0.002 of autocast | {mean:+.4f} ± 0.0" in found
+    shown = f"{mean:+.4f}".replace("-0.0000", "+0.0000")
+    assert f"| split: within 0.002 of autocast | {shown} ± 0.0" in found
     assert "more than 0.02 above autocast" in found
     for way in SETTINGS.ways[1:]:
         assert f"| {forks.LABELS[way]} | " in found

@@ -93,7 +93,7 @@ class ReplicaForCausalLM(LlamaForCausalLM):
 
 
 class Batches:
-    """Tokens in their order: the same for every way."""
+    """The batches of every step: the same for every way."""
 
     def __init__(self, train: Tensor, validation: Tensor) -> None:
         self._train, self._validation = train, validation
@@ -146,7 +146,9 @@ def _tokens(settings: Settings, work: Workspace) -> list[Tensor]:
         tokens = torch.cat(ids)[:needed]
         if len(tokens) < needed:
             raise SystemExit(f"forks: the text has {len(tokens):,} of {needed:,} tokens")
-        found.append(tokens.view(steps, settings.batch, settings.length))
+        sequences = tokens.view(-1, settings.length)
+        order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0))  # a batch is of many files
+        found.append(sequences[order].view(steps, settings.batch, settings.length))
     return found
 
 
@@ -211,11 +213,11 @@ def section(record: dict[str, Any]) -> Section:
         lines.append([LABELS[way], str(difference), f"{spread:.4f}", f"{held_out:+.4f}"])
         if way in WITHIN:
             claim = f"{LABELS[way]}: within {WITHIN[way]} of autocast"
-            rows.append(Row(claim, difference.in_full(), verdict(difference, WITHIN[way])))
+            rows.append(Row(claim, str(difference), verdict(difference, WITHIN[way])))
         if way in ABOVE:
             said = {"worse": "yes", "above": "undecided", "undecided": "undecided"}
             claim = f"{LABELS[way]}: more than {ABOVE[way]} above autocast"
-            rows.append(Row(claim, difference.in_full(), said.get(verdict(difference, ABOVE[way]), "no")))
+            rows.append(Row(claim, str(difference), said.get(verdict(difference, ABOVE[way]), "no")))
     words = (
         f"A Llama of {exact['parameters'] / 1e6:.2f} million parameters ({settings.layers} layers, width "
         f"{settings.width}) learns Python sources in FP32 with autocast, {settings.first_steps:,} steps of "
@@ -227,7 +229,16 @@ def section(record: dict[str, Any]) -> Section:
         "first run."
     )
     heads = ["", "loss of batches, less autocast's", "deviation of steps", "validation loss, less autocast's"]
-    return Section("Forks of one pre-training", words, rows, [markdown_table(heads, lines)])
+    return Section(
+        "Forks of one pre-training",
+        words,
+        rows,
+        [],
+        question="Does pre-training go on where autocast does?",
+        answer=f"Loss less autocast's, in nats/token: {', '.join(' '.join(line[:2]) for line in lines)}.",
+        model=f"{exact['parameters'] / 1e6:.2f} million",
+        table=markdown_table(heads, lines),
+    )
 
 
 EXPERIMENT = Experiment(
