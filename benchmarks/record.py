@@ -1,4 +1,4 @@
-"""The record of a benchmark: its numbers, with the date, the machine and the versions that they were measured on."""
+"""The record of a benchmark: its numbers, with the date, machine, versions and commit that they were measured on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.checkout import commit
 from hf_lowprec import __version__
 
 
@@ -21,6 +22,6 @@ def write_record(output: Path | None, **result: Any) -> None:
         return
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hf_lowprec": __version__}
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    found = {"date": str(date.today()), "machine": machine, "versions": versions, **result}
+    found = {"date": str(date.today()), "machine": machine, "versions": versions, "commit": commit(), **result}
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"written to {output}")

@@ -20,6 +20,8 @@ from typing import Any, TextIO
 
 import torch
 
+from benchmarks.checkout import commit
+
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "evidence"
 CACHE = Path(__file__).resolve().parents[2] / ".evidence"
 """Checkpoints and weights, which are too large to be kept in the repository."""
@@ -153,7 +155,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The processor, the number of threads, the GPU if it is used, and the versions of Python and packages."""
+    """The processor, the number of threads, the GPU if it is used, versions of Python and packages, and the commit."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -165,7 +167,8 @@ def machine(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **({} if device == "cpu" else {"gpu": torch.cuda.get_device_name()}),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "hf_lowprec", "numpy")},
+        **{name: version(name) for name in ("torch", "transformers", "hf_lowprec", "numpy")},
+        "commit": commit(),
     }
 
 

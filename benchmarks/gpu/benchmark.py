@@ -10,11 +10,11 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from checkout import commit
 
 from gpu import parity
 from gpu.budget import Budget, OutOfTime, line
 from gpu.candidates import MODES, candidates, installed, our_backend
-from gpu.checkout import commit
 from gpu.device import Device
 from gpu.measuring import Table, copy_speed, launches
 from gpu.report import Report
