@@ -6,6 +6,7 @@ import importlib.util
 import platform
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -127,12 +128,10 @@ class Benchmark:
             self.leave_out(f"{what}: needs a GPU and the package liger-kernel")
             return
         checks = self.result["parity"]
-        runs = {
-            way: {clipped: Run() for clipped in (False, True)}
-            for way in WAYS
-            if checks.get(way.removeprefix(OURS), "equal") == "equal"
-        }
-        tables = [{"model": self.model.name, **asdict(setting), "clipped": clipped} for clipped in (False, True)]
+        right = (way for way in WAYS if checks.get(way.removeprefix(OURS), "equal") == "equal")
+        runs = {way: {clipped: Run() for clipped in (False, True)} for way in right}
+        named = {"model": self.model.name, **asdict(setting)}
+        tables = [{**named, "setting": f"{setting}{', clipped' * each}", "clipped": each} for each in (False, True)]
         self.result.setdefault("training", []).extend(tables)
         longest = 0.0
         for number in range(rounds):
@@ -155,13 +154,10 @@ class Benchmark:
                     longest = max(longest, budget.spent - begin)
                     self.say(f"{what}, round {number + 1}, {way}: {runs[way][False].step_ms[-1]:.2f} ms")
                 self.device.release()
+                sizes = (setting.batch * setting.length, self.model.parameters)
                 for table in tables:
                     done = ((way, run[table["clipped"]]) for way, run in runs.items())
-                    table["rows"] = [
-                        run.row(way, setting.batch * setting.length, self.model.parameters)
-                        for way, run in done
-                        if run.losses
-                    ]
+                    table["rows"] = [run.row(way, *sizes) for way, run in done if run.losses]
                 self.report.write()
 
     def launches(self, seconds: float) -> None:
@@ -184,27 +180,22 @@ def run(benchmark: Benchmark, training_alone: bool = False) -> None:
     rounds, repeats = (2, 2) if rehearsal else (3, 20)
     length, steps, discard = (32, 2, 1) if rehearsal else (2048, 15, 4)
 
-    def training(setting: Setting, seconds: float) -> tuple[str, Any]:
-        return f"training, {setting}", lambda: benchmark.train(setting, 2, steps, discard, seconds)
-
-    eager = [training(Setting(4, length), 130), training(Setting(1, length), 70)]
-    others = [
-        training(Setting(4, length, compiled=True), 130),
-        training(Setting(1, length, compiled=True), 70),
-        # The last ones: its kernels replace those of models that are built afterwards, too.
-        training(Setting(4, length, liger=True), 70),
-        training(Setting(1, length, liger=True), 40),
+    # Liger's last: its kernels replace those of models that are built afterwards, too.
+    training: list[tuple[str, Any]] = [
+        (f"training, {setting}", partial(benchmark.train, setting, 2, steps, discard, seconds))
+        for options, *limits in (({}, 130, 70), ({"compiled": True}, 130, 70), ({"liger": True}, 70, 40))
+        for setting, seconds in zip((Setting(4, length, **options), Setting(1, length, **options)), limits, strict=True)
     ]
     step: list[tuple[str, Any]] = [
         ("copy", benchmark.copy),
         ("trial of other packages", lambda: benchmark.try_peers(70)),
         ("step", lambda: benchmark.step(rounds, repeats, 310)),
     ]
-    parity = ("parity", lambda: benchmark.parity(100))
+    parts: list[tuple[str, Any]] = [("parity", lambda: benchmark.parity(100))]
     if training_alone:
-        parts = [parity, *eager, *others]
+        parts += training
     else:
-        parts = [parity, *step, *eager, *others * rehearsal, ("launches", lambda: benchmark.launches(60))]
+        parts += [*step, *(training if rehearsal else training[:2]), ("launches", lambda: benchmark.launches(60))]
     for name, part in parts:
         if benchmark.budget.left < 10:
             benchmark.leave_out(name)

@@ -68,10 +68,6 @@ class Candidate:
     trial_seconds: float | None = None
 
 
-def our_name(mode: str) -> str:
-    return f"hf_lowprec AdamW, {mode}"
-
-
 def our_backend(device: Device) -> str:
     """The kernel on a GPU; in a rehearsal the kernel too if it can be interpreted."""
     if not device.rehearsal or os.environ.get("TRITON_INTERPRET") == "1":
@@ -102,14 +98,8 @@ def our_adamw(params: list[torch.nn.Parameter], mode: str, backend: str) -> Adam
 
 
 def ours(mode: str, device: Device) -> Candidate:
-    backend = our_backend(device)
-    return Candidate(
-        our_name(mode),
-        BF16,
-        BYTES[mode],
-        lambda params: our_adamw(params, mode, backend),
-        mode=mode,
-    )
+    build = partial(our_adamw, mode=mode, backend=our_backend(device))
+    return Candidate(f"hf_lowprec AdamW, {mode}", BF16, BYTES[mode], build, mode=mode)
 
 
 def _torch(**options: bool) -> Build:
@@ -131,25 +121,17 @@ def candidates(device: Device) -> list[Candidate]:
         *(ours(mode, device) for mode in others if not mode.endswith(LIMITED)),
         Candidate("torch AdamW, BF16, fused", BF16, 14, _torch(fused=True)),
         Candidate(
-            "optimi AdamW, BF16, Kahan, Triton",
-            BF16,
-            18,
-            _peer(peers.optimi_kahan, triton=True, foreach=False),
+            "optimi AdamW, BF16, Kahan, Triton", BF16, 18, _peer(peers.optimi_kahan, triton=True, foreach=False),
             package="torch-optimi",
         ),
         # Two moments in 8 bits with a 16-bit scale per 32; the correction of the weight has 8 bits.
         Candidate("flashoptim AdamW, 24 bits", BF16, 12.25, _peer(peers.flashoptim, bits=24), package="flashoptim"),
         # Compiles a kernel per shape in its first step.
         Candidate(
-            "torchao AdamW, stochastic",
-            BF16,
-            14,
-            _peer(peers.torchao_bf16),
-            package="torchao",
-            trial_seconds=110,
+            "torchao AdamW, stochastic", BF16, 14, _peer(peers.torchao_bf16), package="torchao", trial_seconds=110
         ),
         *(ours(mode, device) for mode in others if mode.endswith(LIMITED)),
-    ]
+    ]  # fmt: skip
 
 
 def installed(found: list[Candidate]) -> tuple[list[Candidate], dict[str, str]]:

@@ -41,7 +41,6 @@ class Samples:
         return {
             "optimizer": candidate.name,
             "device_ms": device_ms,
-            "fastest_ms": min(self.device_ms),
             "rounds_ms": self.round_ms,
             "waited_for_host": self.waited > len(self.device_ms) // 2,
             "host_ms": statistics.median(self.host_ms),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu.training import AUTOCAST, MASTERS, OURS, PARTS, ROUNDED
+from gpu.training import AUTOCAST, MASTERS, OURS, PARTS, ROUNDED, WAYS
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -19,14 +19,8 @@ NOTES = {
     "peer_failures": "Optimizers of other packages that failed, and are left out:",
     "left_out": "Left out:",
 }
-COMPARISONS = [
-    (f"{OURS}split", AUTOCAST),
-    (f"{OURS}stochastic", AUTOCAST),
-    (f"{OURS}split, 8-bit states", AUTOCAST),
-    (f"{OURS}stochastic, 8-bit states", AUTOCAST),
-    (f"{OURS}split", MASTERS),
-    (f"{OURS}stochastic", ROUNDED),
-]
+COMPARISONS = [(way, AUTOCAST) for way in WAYS if way.startswith(OURS)]
+COMPARISONS += [(f"{OURS}split", MASTERS), (f"{OURS}stochastic", ROUNDED)]
 """A way to train, and the usual one with which it is compared."""
 
 
@@ -131,11 +125,6 @@ def _step(table: dict[str, Any], launched: dict[str, Any]) -> str:
     return "\n\n".join([title, _table(columns, table["rows"]), notes])
 
 
-def _setting(table: dict[str, Any]) -> str:
-    kind = "compiled" if table["compiled"] else "eager"
-    return ", ".join([kind, *["clipped"] * table["clipped"], *["Liger"] * table["liger"]])
-
-
 def _comparisons(tables: list[dict[str, Any]]) -> str:
     rows = []
     for table in tables:
@@ -143,14 +132,9 @@ def _comparisons(tables: list[dict[str, Any]]) -> str:
         for way, baseline in COMPARISONS:
             if {way, baseline} <= ways.keys():
                 ours, usual = ways[way], ways[baseline]
-                rows.append([
-                    f"{table['batch']} × {table['length']}, {_setting(table)}",
-                    way,
-                    f"{usual['step_ms'] / ours['step_ms']:.2f} × {baseline}",
-                    f"{ours['peak_gigabytes']:.2f}",
-                    f"{usual['peak_gigabytes']:.2f}",
-                ])  # fmt: skip
-    head = ["tokens per step", "way", "tokens/s", "peak GB", "the other's"]
+                peaks = [f"{row['peak_gigabytes']:.2f}" for row in (ours, usual)]
+                rows.append([table["setting"], way, f"{usual['step_ms'] / ours['step_ms']:.2f} × {baseline}", *peaks])
+    head = ["each step", "way", "tokens/s", "peak GB", "the other's"]
     notes = "Tokens/s: the baseline's median time of a step over that of the way."
     return "\n\n".join([f"## Training {tables[0]['model']}, compared", _lines([head], rows), notes])
 
@@ -170,10 +154,9 @@ def _training(table: dict[str, Any]) -> str:
         "first loss": lambda row: f"{row['losses'][0]:.4f}",
         "last loss": lambda row: f"{row['losses'][-1]:.4f}",
     }
-    title = f"## {table['batch']} × {table['length']} tokens, {_setting(table)}"
     steps = max(len(row["parts_ms"][PARTS[0]]) for row in table["rows"])
     notes = (
         f"Medians of up to {steps} steps, from the end of one to that of the next, without waiting in between; all "
         "learn one random batch. No gradient checkpointing, sdpa attention."
     )
-    return "\n\n".join([title, _table(columns, table["rows"]), notes])
+    return "\n\n".join([f"## {table['setting']}", _table(columns, table["rows"]), notes])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -19,15 +19,8 @@ AUTOCAST = "FP32 + BF16 autocast, torch AdamW fused"
 MASTERS = "BF16 + FP32 masters (O2), torch AdamW fused"
 ROUNDED = "BF16, torch AdamW fused"
 OURS = "BF16, hf_lowprec "
-WAYS = {
-    AUTOCAST: "autocast",
-    MASTERS: "o2",
-    ROUNDED: "nearest",
-    f"{OURS}split": "split",
-    f"{OURS}stochastic": "feedback",
-    f"{OURS}split, 8-bit states": "split-int8",
-    f"{OURS}stochastic, 8-bit states": "feedback-int8",
-}
+WAYS = {AUTOCAST: "autocast", MASTERS: "o2", ROUNDED: "nearest"}
+WAYS |= {OURS + MODES[name].label: name for name in ("split", "feedback", "split-int8", "feedback-int8")}
 """Names of the tables, and of `MODES`."""
 TRAINING = {**COMMON, "lr": 1e-4}
 CLIPPED_TO = 1.0
@@ -92,20 +85,12 @@ def build(shape: Llama, device: Device) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads,
-        head_dim=shape.hidden // shape.heads,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        attn_implementation="sdpa",
-        use_cache=False,
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads,
+        head_dim=shape.hidden // shape.heads, tie_word_embeddings=True, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, attn_implementation="sdpa", use_cache=False,
         dtype="float32",
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     with device.device:
         model = LlamaForCausalLM(config)
@@ -142,9 +127,8 @@ def train(
         torch.compiler.reset()  # torch stops compiling after a few models that share their code
         for layer in model.model.layers:
             layer.compile(backend="aot_eager" if device.rehearsal else "inductor")
-    generator = torch.Generator(device.device).manual_seed(0)
-    size = (setting.batch, setting.length)
-    tokens = torch.randint(shape.vocabulary, size, device=device.device, generator=generator)
+    torch.manual_seed(0)
+    tokens = torch.randint(shape.vocabulary, (setting.batch, setting.length), device=device.device)
     for clipped, run in runs.items():
         marks, losses = [], []
         for step in range(discard + steps):
@@ -170,8 +154,8 @@ def train(
             marks.append(device.mark())
         device.synchronize()
         run.peak_bytes = max(run.peak_bytes, device.peak() - before)
-        for k, (first, second) in enumerate(pairwise(marks)):
-            run.parts_ms[PARTS[k % len(PARTS)]].append(device.between(first, second))
+        for part, marked in zip(cycle(PARTS), pairwise(marks), strict=False):
+            run.parts_ms[part].append(device.between(*marked))
         run.losses += [losses[0].item(), losses[-1].item()]
         if not all(map(math.isfinite, run.losses)):
             raise RuntimeError(f"the loss of {way} is not finite: {run.losses}")

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 import hf_lowprec
 from benchmarks.evidence.training.modes import MODES, MasterWeights
+from hf_lowprec.optim.backends.triton import launch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_step.py"
 
@@ -32,7 +33,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 def gpu(monkeypatch):
     """The modules of the benchmark, by name."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    names = ("benchmark", "budget", "device", "report", "shapes", "training", "trial")
+    names = ("benchmark", "budget", "candidates", "device", "report", "shapes", "training", "trial")
     return SimpleNamespace(**{name: importlib.import_module(f"gpu.{name}") for name in names})
 
 
@@ -113,6 +114,19 @@ def test_the_order_of_ways_alternates_and_what_there_is_no_time_for_is_said(monk
     assert len(order) == 2 * len(ways)
     assert report.result["left_out"] == [f"training, 1 × 8 tokens, eager: {way} in round 1" for way in ways]
     assert all(way in report.markdown.read_text() for way in ways)
+
+
+def test_registers_are_limited_in_their_own_mode_and_on_a_gpu_alone(monkeypatch, gpu):
+    options = launch._KernelOptions(*[{"num_warps": 4}] * 5)
+    monkeypatch.setattr(gpu.candidates, "_kernel_options", lambda spec, device: options)
+    during = []
+    monkeypatch.setattr(hf_lowprec.AdamW, "step", lambda self, closure=None: during.append(launch._kernel_options))
+    shipped = launch._kernel_options
+    for mode in ("split, 8-bit states", "split, 8-bit states, 96 registers"):
+        gpu.candidates.our_adamw([nn.Parameter(torch.ones(1))], mode, "auto").step()
+    assert during[0] is launch._kernel_options is shipped
+    assert during[1](None, torch.device("cpu")) == options
+    assert during[1](None, torch.device("cuda")) == options._replace(step={"num_warps": 4, "maxnreg": 96})
 
 
 def test_weights_of_o2_are_fp32_masters_rounded():

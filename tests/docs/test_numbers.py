@@ -179,7 +179,8 @@ def training_on_gpus() -> list[str]:
                 values += [f"{speed:.0f}", f"{speed / first['tokens_per_second']:.2f}"]
             size = rows[1]["non_activation_gigabytes"]
             ratio = size / base[1]["non_activation_gigabytes"]
-            found.append(row(*values, f"{size:.2f}", f"{ratio + 1e-9:.2f}").removeprefix("|"))
+            (peak,) = {f"{of_gpu['peak_gigabytes']:.2f}" for of_gpu in rows}
+            found.append(row(*values, f"{size:.2f}", f"{ratio + 1e-9:.2f}", peak).removeprefix("|"))
     return found
 
 

@@ -30,6 +30,7 @@ LABELS[PERTURBED] = "FP32 weights, autocast, first weights changed by a thousand
 WITHIN = {"split": 0.002, "feedback": 0.003}
 ABOVE = {"nearest": 0.02}
 """Predictions in nats per token, made before the experiment ran."""
+_WAYS = ("split", "feedback", "nearest", "feedback-int8", "o2", "split-int8", "sr")
 BLOCKS = 10
 """Of consecutive steps at the end, each with one mean difference: losses of neighbouring steps depend on each other."""
 BYTES_PER_TOKEN = 5
@@ -59,10 +60,7 @@ class Settings:
         compiled: whether decoder layers are compiled.
     """
 
-    ways: tuple[str, ...] = (
-        *("autocast", PERTURBED, "split", "feedback", "nearest"),
-        *("feedback-int8", "o2", "split-int8", "sr"),
-    )
+    ways: tuple[str, ...] = ("autocast", PERTURBED, *_WAYS)
     layers: int = 12
     width: int = 768
     vocabulary: int = 8192
@@ -173,9 +171,8 @@ def model_of(case: str, settings: Settings, work: Workspace) -> ReplicaForCausal
 def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
     """Train the trunk, or from its weights in one way."""
     data, checksum = batches(settings, work)
-    first, steps, largest = 0, settings.first_steps, settings.first_rate
-    if case != TRUNK:
-        first, steps, largest = steps, settings.steps, settings.rate
+    of_trunk = (0, settings.first_steps, settings.first_rate)
+    first, steps, largest = of_trunk if case == TRUNK else (settings.first_steps, settings.steps, settings.rate)
 
     def rate(step: int) -> float:
         done = max(0, step - first)
@@ -229,26 +226,14 @@ def section(record: dict[str, Any]) -> Section:
         "first run."
     )
     heads = ["", "loss of batches, less autocast's", "deviation of steps", "validation loss, less autocast's"]
+    answer = f"Loss less autocast's, in nats/token: {', '.join(' '.join(line[:2]) for line in lines)}."
     return Section(
-        "Forks of one pre-training",
-        words,
-        rows,
-        [],
-        question="Does pre-training go on where autocast does?",
-        answer=f"Loss less autocast's, in nats/token: {', '.join(' '.join(line[:2]) for line in lines)}.",
-        model=f"{exact['parameters'] / 1e6:.2f} million",
-        table=markdown_table(heads, lines),
-    )
+        "Forks of one pre-training", words, rows, [], question="Does pre-training go on where autocast does?",
+        answer=answer, model=f"{exact['parameters'] / 1e6:.2f} million", table=markdown_table(heads, lines),
+    )  # fmt: skip
 
 
 EXPERIMENT = Experiment(
-    "forks",
-    {"hour": HOUR, "full": Settings()},
-    cases,
-    run,
-    section,
-    reference=lambda case: "autocast",
-    example="split",
-    needs=needs,
-    on_gpus=True,
-)
+    "forks", {"hour": HOUR, "full": Settings()}, cases, run, section,
+    reference=lambda case: "autocast", example="split", needs=needs, on_gpus=True,
+)  # fmt: skip
