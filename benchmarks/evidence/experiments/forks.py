@@ -2,6 +2,10 @@
 
 A Llama is pre-trained on Python sources in FP32 with BF16 autocast. From these weights, every way trains on, on the
 same batches at a tenth of the rate. What counts is the difference of the batches' losses over the last steps.
+
+The full size is a few minutes of one GPU, which cases must not share:
+
+    python -m benchmarks.evidence forks --full --device cuda --processes 1 --output FOLDER
 """
 
 from __future__ import annotations
@@ -226,10 +230,11 @@ def section(record: dict[str, Any]) -> Section:
         "first run."
     )
     heads = ["", "loss of batches, less autocast's", "deviation of steps", "validation loss, less autocast's"]
-    answer = f"Loss less autocast's, in nats/token: {', '.join(' '.join(line[:2]) for line in lines)}."
+    answer = ", ".join(f"{row.claim.partition(':')[0]} {row.ours}" for row in rows)
     return Section(
         "Forks of one pre-training", words, rows, [], question="Does pre-training go on where autocast does?",
-        answer=answer, model=f"{exact['parameters'] / 1e6:.2f} million", table=markdown_table(heads, lines),
+        answer=f"Loss less autocast's, in nats/token: {answer}.", model=f"{exact['parameters'] / 1e6:.2f} million",
+        table=markdown_table(heads, lines),
     )  # fmt: skip
 
 
