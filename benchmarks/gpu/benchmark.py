@@ -178,11 +178,11 @@ def run(benchmark: Benchmark, training_alone: bool = False) -> None:
     rehearsal = benchmark.device.rehearsal
     benchmark.report.write()
     rounds, repeats = (2, 2) if rehearsal else (3, 20)
-    length, steps, discard = (32, 2, 1) if rehearsal else (2048, 15, 4)
+    length, *counts = (32, 1, 2, 1) if rehearsal else (2048, 2, 15, 4)
 
     # Liger's last: its kernels replace those of models that are built afterwards, too.
     training: list[tuple[str, Any]] = [
-        (f"training, {setting}", partial(benchmark.train, setting, 2, steps, discard, seconds))
+        (f"training, {setting}", partial(benchmark.train, setting, *counts, seconds))
         for options, *limits in (({}, 130, 70), ({"compiled": True}, 130, 70), ({"liger": True}, 70, 40))
         for setting, seconds in zip((Setting(4, length, **options), Setting(1, length, **options)), limits, strict=True)
     ]

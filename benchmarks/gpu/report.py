@@ -134,7 +134,7 @@ def _comparisons(tables: list[dict[str, Any]]) -> str:
                 ours, usual = ways[way], ways[baseline]
                 peaks = [f"{row['peak_gigabytes']:.2f}" for row in (ours, usual)]
                 rows.append([table["setting"], way, f"{usual['step_ms'] / ours['step_ms']:.2f} × {baseline}", *peaks])
-    head = ["each step", "way", "tokens/s", "peak GB", "the other's"]
+    head = ["each step", "way", "tokens/s", "peak GB", "baseline's peak GB"]
     notes = "Tokens/s: the baseline's median time of a step over that of the way."
     return "\n\n".join([f"## Training {tables[0]['model']}, compared", _lines([head], rows), notes])
 

@@ -116,6 +116,9 @@ def train(
         discard: steps before them, which compile and allocate.
         runs: by whether gradients are clipped.
     """
+    if setting.compiled:
+        torch.compiler.reset()  # torch stops compiling after a few models that share their code
+        device.release()
     before, mode = device.allocated(), MODES[WAYS[way]]
     model = build(shape, device)
     if setting.liger:
@@ -124,7 +127,6 @@ def train(
         apply_liger_kernel_to_llama(model=model)
     optimizer: Any = mode.optimizer(model, **TRAINING)
     if setting.compiled:
-        torch.compiler.reset()  # torch stops compiling after a few models that share their code
         for layer in model.model.layers:
             layer.compile(backend="aot_eager" if device.rehearsal else "inductor")
     torch.manual_seed(0)

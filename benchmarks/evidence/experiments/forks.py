@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.evidence.experiments.steps import SCALE
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, markdown_table
-from benchmarks.evidence.statistics import Paired, paired, verdict
+from benchmarks.evidence.statistics import Paired, exceeds, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.evidence.training.loop import Training
 from benchmarks.evidence.training.modes import MODES
@@ -216,9 +216,9 @@ def section(record: dict[str, Any]) -> Section:
             claim = f"{LABELS[way]}: within {WITHIN[way]} of autocast"
             rows.append(Row(claim, str(difference), verdict(difference, WITHIN[way])))
         if way in ABOVE:
-            said = {"worse": "yes", "above": "undecided", "undecided": "undecided"}
             claim = f"{LABELS[way]}: more than {ABOVE[way]} above autocast"
-            rows.append(Row(claim, str(difference), said.get(verdict(difference, ABOVE[way]), "no")))
+            beyond = difference._replace(mean=difference.mean - ABOVE[way])
+            rows.append(Row(claim, str(difference), exceeds([beyond])))
     words = (
         f"A Llama of {exact['parameters'] / 1e6:.2f} million parameters ({settings.layers} layers, width "
         f"{settings.width}) learns Python sources in FP32 with autocast, {settings.first_steps:,} steps of "
