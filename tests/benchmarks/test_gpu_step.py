@@ -1,6 +1,7 @@
 """The GPU benchmark, as far as it goes without a GPU."""
 
 import copy
+import dataclasses
 import importlib
 import itertools
 import json
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_lowprec
 from benchmarks.evidence.training.modes import MODES, MasterWeights
@@ -93,6 +95,15 @@ def test_the_parts_of_a_step_are_what_they_are_called_and_add_up(monkeypatch, gp
         assert run.parts_ms == {part: pytest.approx([time] * 2) for part, time in expected.items()}
         row = run.row(name, 8, 1)
         assert [row["step_ms"], *row["quartiles_ms"]] == pytest.approx([sum(expected.values())] * 3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_layer_is_compiled_if_the_setting_says_so(monkeypatch, gpu, compiled):
+    seen = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: seen.append(type(self)))
+    shape, setting = dataclasses.replace(gpu.shapes.TINY, layers=2), gpu.training.Setting(1, 8, compiled)
+    gpu.training.train(gpu.device.Rehearsal(), shape, gpu.training.AUTOCAST, setting, 1, 1, {False: gpu.training.Run()})
+    assert seen == [LlamaDecoderLayer] * 2 * compiled
 
 
 def test_the_order_of_ways_alternates_and_what_there_is_no_time_for_is_said(monkeypatch, gpu, tmp_path):
