@@ -227,7 +227,7 @@ def section(record: dict[str, Any]) -> Section:
         "β₂ = 0.95 and decay 0.1. Differences are from autocast in nats per token, over the last "
         f"{settings.tail} steps. There is one run of each way, and the interval is that of {BLOCKS} blocks of steps. "
         "The way whose first weights were changed shows how far runs part by chance. Limits were fixed before the "
-        "first run."
+        "first run; since a first run of a small model, sequences of many files are in each batch."
     )
     heads = ["", "loss of batches, less autocast's", "deviation of steps", "validation loss, less autocast's"]
     answer = ", ".join(f"{row.claim.partition(':')[0]} {row.ours}" for row in rows)
