@@ -69,6 +69,8 @@ def test_seeds_have_their_own_order_of_the_data(record):
 def test_the_page_has_a_table_for_each_rate(record):
     found = page.section(pretrained.EXPERIMENT, record)
     assert "| split | +0.0" in found or "| split | -0.0" in found
+    (primary,) = pretrained.section(record).primary
+    assert "split" in primary.claim and primary.verdict == "equal"
     assert found.count("At 2e-05: from") == 1 and "equal at 1 of 1 rates" in found
 
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from benchmarks.evidence.experiments.steps import SCALE
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, all_equal, markdown_table
-from benchmarks.evidence.statistics import paired, verdict
+from benchmarks.evidence.statistics import PRIMARY, paired, verdict
 from benchmarks.evidence.training import text
 from benchmarks.fine_tuning import Blocks, to_dtype, train
 from hf_lowprec.tools.prediction import count_spacings, plan_run, predict_rounding
@@ -241,6 +241,16 @@ def section(record: dict[str, Any]) -> Section:
         answer=f"{best}: {differences}.".capitalize(),
         model="134.5 million",
         table=tables[-1] if tables else "",
+        primary=tuple(
+            Row(
+                f"split matches FP32 in fine-tuning of a pretrained model at {rate:g}",
+                str(found),
+                verdict(found, LIMIT),
+            )
+            for rate in rates[-1:]
+            if "split" in ways
+            for found in [paired(values("split", rate, "loss"), values(EXACT, rate, "loss"), PRIMARY)]
+        ),
     )
 
 
