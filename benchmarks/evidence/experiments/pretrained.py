@@ -208,7 +208,7 @@ def section(record: dict[str, Any]) -> Section:
                 f"{(before - own.mean()) / (before - exact.mean()):.3f}",
                 str(paired(values(way, rate, "loss_in_bf16"), exact)),
                 "" if way == EXACT else f"{(values(way, rate, 'distance') / moved).mean():.3f}",
-                "" if values(way, rate, "lost")[0] is None else f"{values(way, rate, 'lost').mean():.1%}",
+                f"{values(way, rate, 'lost').mean():.1%}" if way in (EXACT, "nearest", "split") else "",
                 f"{values(way, rate, 'step_seconds').mean():.2f}",
             ])  # fmt: skip
         heads = (
