@@ -121,7 +121,7 @@ def llama(seed: int) -> LlamaForCausalLM:
 
 
 class StepTimes(TrainerCallback):
-    """Takes the time of each step, without that of other callbacks."""
+    """Measures the time from the beginning to the end of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

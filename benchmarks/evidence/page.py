@@ -24,7 +24,7 @@ generated from saved results. Open a section for its setup, all results, and the
 
 {summary}
 
-**Primary claims.** There are {PRIMARY}{missing}.
+**Primary claims.** There are four{missing}.
 Those on long runs were named when their results were known, the one on a pretrained model before. With 95% confidence,
 all intervals hold, so each has {CONFIDENCE:.2%}:
 
@@ -149,8 +149,11 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
 
 
 def section(experiment: Experiment, record: dict[str, Any]) -> str:
-    """A part of the page in Markdown: the answer, and folded, all tables and the command that measures it again."""
-    found, example = experiment.section(record), experiment.example
+    """A part of the page in Markdown, with the command that measures it again."""
+    return _rendered(experiment.section(record), experiment.example, record)
+
+
+def _rendered(found: Section, example: str, record: dict[str, Any]) -> str:
     columns = ("claim", "source", "published", "measured", "verdict")
     rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in found.rows]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
@@ -189,8 +192,8 @@ def page() -> str:
         recorded = [path for size in SIZES if (path := RESULTS / f"{name}-{size}.json").exists()]
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
-            parts.append(section(experiment(name), record))
             found.append(experiment(name).section(record))
+            parts.append(_rendered(found[-1], experiment(name).example, record))
     summary = [[f"[{each.question}]({each.link})", each.answer, each.model] for each in found]
     primary = [[row.claim, row.ours, row.verdict] for each in found for row in each.primary]
     refuted = [
@@ -201,7 +204,6 @@ def page() -> str:
     ]
     head = _HEAD.rstrip().format(
         LIMIT=LIMIT,
-        PRIMARY={4: "four"}[PRIMARY],
         missing="" if len(primary) == PRIMARY else ", of which that on a pretrained model is not measured yet",
         CONFIDENCE=1 - (1 - CONFIDENCE) / PRIMARY,
         summary=markdown_table(("question", "answer", "largest model, parameters"), summary, numbers=False),

@@ -1,4 +1,4 @@
-"""What paired runs of several seeds say: means with their intervals, and growth."""
+"""Compare paired runs of several seeds: mean differences, their confidence intervals, and their growth."""
 
 from __future__ import annotations
 

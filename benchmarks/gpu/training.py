@@ -30,7 +30,7 @@ PARTS = ("forward", "backward", "clip", "step")
 
 @dataclass(frozen=True)
 class Setting:
-    """What the ways of a table have in common.
+    """The setting in which all ways of a table train.
 
     Attributes:
         batch: sequences per step.

@@ -19,7 +19,7 @@ ROUNDED = {"nearest", "feedback", "feedback-int8", "sr"}
 
 @pytest.fixture(scope="module")
 def begun_and_record(tmp_path_factory):
-    """What each fork began with: its FP32 weights, its weights, and its batches by step; and the record."""
+    """Run the experiment; return what each fork started from (FP32 weights, stored weights, batches) and the record."""
     begun = {}
 
     class Observed(Training):

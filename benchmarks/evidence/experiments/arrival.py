@@ -121,7 +121,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
 
 
 def section(record: dict[str, Any]) -> Section:
-    """What is published beside what was found, by schedule."""
+    """Compare the published numbers of steps with those measured for each schedule."""
     settings, found = record["settings"], record["cases"]
     runs, rows, source = settings["runs"], list[Row](), "Ozkara et al., §2.2"
     means = {case: each["mean"] for case, each in found.items()}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.evidence.experiments.steps import SCALE
+from benchmarks.evidence.experiments.steps import change_slightly
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, markdown_table
 from benchmarks.evidence.statistics import Paired, exceeds, paired, verdict
@@ -166,9 +166,7 @@ def model_of(case: str, settings: Settings, work: Workspace) -> ReplicaForCausal
     if case != TRUNK:
         model.load_state_dict(work.load(TRUNK)["model"])
     if case == PERTURBED:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1 + SCALE * torch.randn(param.shape))
+        change_slightly(model.parameters(), seed=0)
     return model
 
 

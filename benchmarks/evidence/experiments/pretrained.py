@@ -24,7 +24,7 @@ import transformers
 from torch.nn.utils import vector_to_parameters
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from benchmarks.evidence.experiments.steps import SCALE
+from benchmarks.evidence.experiments.steps import change_slightly
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, all_equal, markdown_table
 from benchmarks.evidence.statistics import PRIMARY, paired, verdict
@@ -136,10 +136,7 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
             param.copy_(param.bfloat16())
     first, exact = copy.deepcopy(model), work.path(reference(case), "npy")
     if way == PERTURBED:
-        generator = torch.Generator().manual_seed(int(seed))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1 + SCALE * torch.randn(param.shape, generator=generator))
+        change_slightly(model.parameters(), int(seed))
     trainer, found = train(
         model, "autocast" if way == PERTURBED else way, data, settings.steps, int(seed), settings.batch, MEASURED,
         learning_rate=float(rate), lr_scheduler_type=SCHEDULE, use_cpu=work.device == "cpu",
@@ -172,7 +169,7 @@ def loss(model: LlamaForCausalLM, blocks: Blocks, work: Workspace) -> float:
 
 
 def predicted(model: LlamaForCausalLM, rate: float, steps: int) -> dict[str, float]:
-    """What `hf-lowprec doctor` predicts: updates lost to nearest rounding, and the noise of stochastic rounding."""
+    """Predict, as `hf-lowprec doctor` does, the updates that nearest rounding loses and stochastic rounding's noise."""
     counts = torch.zeros(2, 256, dtype=torch.float64)
     counts[0] = sum(count_spacings(param) for param in model.parameters() if param.dim() > 1)
     planned = plan_run("adamw_bf16_sr", rate, steps, SCHEDULE, max(1, steps // 20), 0.01)
@@ -228,6 +225,11 @@ def section(record: dict[str, Any]) -> Section:
         f'weights; "in BF16" is what `from_pretrained(dtype=torch.bfloat16)` makes of them. "Equal" is within '
         f"±{LIMIT} nats per token. Distance: of the weights from FP32's, relative to how far these have moved."
     )
+    primary = list[Row]()
+    if rates and "split" in ways:
+        apart = paired(values("split", rates[-1], "loss"), values(EXACT, rates[-1], "loss"), PRIMARY)
+        claim = f"split matches FP32 in fine-tuning of a pretrained model at {rates[-1]:g}"
+        primary.append(Row(claim, str(apart), verdict(apart, LIMIT)))
     best = f"at {rates[-1]:g}, loss less FP32's" if rates else "not measured yet"
     differences = ", ".join(
         f"{LABELS[way]} {paired(values(way, rates[-1], 'loss'), values(EXACT, rates[-1], 'loss'))}" for way in ways[1:]
@@ -241,16 +243,7 @@ def section(record: dict[str, Any]) -> Section:
         answer=f"{best}: {differences}.".capitalize(),
         model="134.5 million",
         table=tables[-1] if tables else "",
-        primary=tuple(
-            Row(
-                f"split matches FP32 in fine-tuning of a pretrained model at {rate:g}",
-                str(found),
-                verdict(found, LIMIT),
-            )
-            for rate in rates[-1:]
-            if "split" in ways
-            for found in [paired(values("split", rate, "loss"), values(EXACT, rate, "loss"), PRIMARY)]
-        ),
+        primary=tuple(primary),
     )
 
 

@@ -116,12 +116,17 @@ def of_mode(name: str, settings: Settings, work: Workspace, case: str, *data: An
 
 
 def perturb(model: Replicas, seeds: list[int]) -> None:
+    """Change the weights of every replica, each by its own seed."""
+    for k, seed in enumerate(seeds):
+        change_slightly((param[k] for param in model.parameters()), 1_000_000 + seed)
+
+
+@torch.no_grad()
+def change_slightly(weights: Iterable[Tensor], seed: int) -> None:
     """Change every weight by a thousandth of itself, times a standard normal number."""
-    generators = [torch.Generator().manual_seed(1_000_000 + seed) for seed in seeds]
-    with torch.no_grad():
-        for param in model.parameters():
-            for replica, generator in zip(param, generators, strict=True):
-                replica.mul_(1 + SCALE * torch.randn(replica.shape, generator=generator))
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        weight.mul_(1 + SCALE * torch.randn(weight.shape, generator=generator))
 
 
 def snapshot(params: Iterable[Tensor], path: Path) -> None:
@@ -204,16 +209,12 @@ def section(record: dict[str, Any]) -> Section:
         "nats/byte", f"loss − FP32's, mean from step {steps[first]:,}", "extra steps to catch up",
         "change per 10 × steps", "loss − FP32's after the cooldown", "distance of weights",
     )  # fmt: skip
-    primary = tuple(
-        Row(f"{claim} over {steps[-1]:,} steps", str(difference(mode, PRIMARY)), verdict(difference(mode, PRIMARY)))
-        for mode, claim in (
-            ("split", "split matches FP32"),
-            ("feedback", "stochastic matches FP32"),
-            ("nearest", "rounding to nearest does not match FP32"),
-        )
-        if mode in modes
-    )
-    rows = []
+    rows, primary = list[Row](), list[Row]()
+    claims = {"split": "split matches FP32", "feedback": "stochastic matches FP32"}
+    claims["nearest"] = "rounding to nearest does not match FP32"
+    for mode in [mode for mode in claims if mode in modes]:
+        found = difference(mode, PRIMARY)
+        primary.append(Row(f"{claims[mode]} over {steps[-1]:,} steps", str(found), verdict(found)))
     if "feedback" in modes:
         found = difference("feedback")
         rows.append(Row(f"stochastic matches FP32 within {SMALL}", str(found), verdict(found, SMALL)))
@@ -250,7 +251,7 @@ def section(record: dict[str, Any]) -> Section:
         model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
         figure=("evidence-steps", "Difference of the validation loss from FP32's over steps, by mode"),
         table=markdown_table(heads, table),
-        primary=primary,
+        primary=tuple(primary),
     )
 
 
