@@ -35,6 +35,7 @@ from hf_lowprec.integrations.export.save_pretrained import (
     parse_dtype,
     save_lazy_tensors,
     saved_dtype,
+    saved_value,
 )
 from hf_lowprec.integrations.transformers import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, check_files
@@ -96,8 +97,8 @@ def export_checkpoint(
     Args:
         checkpoint: the folder of the checkpoint.
         save_directory: a new or empty folder to write.
-        dtype: `"float32"`, or `"bfloat16"`: each FP32 estimate rounded to nearest, but tensors that are FP32 in the
-            checkpoint, such as norms, stay FP32.
+        dtype: `"float32"`, or `"bfloat16"`: each FP32 estimate rounded to BF16, stochastically (see `saved_value`),
+            but tensors that are FP32 in the checkpoint, such as norms, stay FP32.
         model_folder: a folder with config.json, tokenizer and generation config, for a checkpoint without them.
         max_shard_size: the size of a weight file, as in transformers.
 
@@ -351,7 +352,10 @@ def _export_adapters(
         of_adapter = {name: refining[param] for name, param in parameters.items() if param in refining}
         tensors = _estimates(weights.renamed(stored_names), of_adapter, dtype)
         (folder / part).mkdir(parents=True, exist_ok=True)
-        values = {name: tensors.read(name).to(info.dtype).contiguous() for name, info in tensors.infos.items()}
+        values = {
+            name: saved_value(parameters.get(name, name), tensors.read(name), info.dtype).contiguous()
+            for name, info in tensors.infos.items()
+        }
         save_file(values, folder / part / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         shutil.copyfile(description / part / _ADAPTER_CONFIG, folder / part / _ADAPTER_CONFIG)
         count += len(values)

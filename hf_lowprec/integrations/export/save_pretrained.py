@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from hf_lowprec.optim.sharding import full_shape, is_sharded
 from hf_lowprec.optim.state.fp32_weights import fp32_estimates, is_cut, warn_of_weights_as_stored
 from hf_lowprec.reduction.collectives import explain_lost_rank
 from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding.stochastic import round_stochastic
 from hf_lowprec.wrapped_method import temporarily_wrapped
 
 ExportDtype = Literal["float32", "bfloat16"]
@@ -40,6 +42,8 @@ MAX_SHARD_SIZE = "5GB"
 """The size of a file by default. It bounds the memory that saving takes, and is the Hub's recommendation."""
 _DONE, _FAILED = -1, -2
 """The numbers that rank 0 announces in place of a tensor's."""
+_CHUNK = 1 << 22
+"""Elements that are rounded at a time. It bounds the memory of their random bits."""
 
 
 @without_grad
@@ -69,8 +73,8 @@ def save_pretrained(
             `torch.compile` or Lightning Fabric.
         optimizer: its optimizer, or accelerate's wrapper around it.
         save_directory: the folder to write.
-        dtype: `"float32"`, or `"bfloat16"`: each estimate rounded to nearest, but tensors that are FP32 in training,
-            such as norms, stay FP32, as in the folders that Trainer saves.
+        dtype: `"float32"`, or `"bfloat16"`: each estimate rounded to BF16, stochastically (see `saved_value`), but
+            tensors that are FP32 in training, such as norms, stay FP32, as in the folders that Trainer saves.
         processing_class: a tokenizer or processor to save alongside.
         max_shard_size: the size of a weight file, as in transformers.
 
@@ -165,7 +169,7 @@ def save_lazy_tensors(
 
     Args:
         model: a transformers or PEFT model. It may be on the meta device.
-        tensors: a tensor for each name of `model.state_dict()`, in the dtype of the file. They are cast to it.
+        tensors: a tensor for each name of `model.state_dict()`, in the dtype of the file. They are rounded to it.
         folder: the folder to write.
         dtype: what config.json says.
         max_shard_size: as in `save_pretrained`.
@@ -200,7 +204,7 @@ def save_lazy_tensors(
 
 
 def _value(tensors: LazyTensors, name: str) -> Tensor:
-    return tensors.read(name).to(device="cpu", dtype=tensors.infos[name].dtype)
+    return saved_value(name, tensors.read(name).cpu(), tensors.infos[name].dtype)
 
 
 def _computed(file: dict[str, Tensor], tensors: LazyTensors, recorded: RecordedOperations) -> dict[str, Tensor]:
@@ -271,6 +275,27 @@ def saved_dtype(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     if not stored.is_floating_point:
         return stored
     return torch.float32 if stored.itemsize >= 4 else dtype
+
+
+def saved_value(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter as its file holds it. From a wider dtype to BF16, it is rounded stochastically.
+
+    A small learning rate moves most weights by less than half of BF16's spacing in a whole run. If training started
+    from BF16 weights, rounding to nearest takes such a weight back to where it started, and with it a part of what the
+    model has learned; stochastic rounding keeps the weight on average.
+
+    Args:
+        name: of the parameter. The random bits depend on it alone, so saving twice writes the same file.
+        value: a tensor on the CPU.
+        dtype: of the file.
+    """
+    if dtype != torch.bfloat16 or value.dtype == dtype:
+        return value.to(dtype)
+    generator, rounded = torch.Generator().manual_seed(zlib.crc32(name.encode())), torch.empty(value.shape, dtype=dtype)
+    for source, target in zip(value.flatten().split(_CHUNK), rounded.view(-1).split(_CHUNK), strict=True):
+        bits = torch.randint(1 << 16, source.shape, dtype=torch.int32, generator=generator)
+        target.copy_(round_stochastic(source.float(), bits))
+    return rounded
 
 
 def _check_model(model: nn.Module) -> None:

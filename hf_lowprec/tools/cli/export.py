@@ -30,8 +30,9 @@ def export(
     generation config are copied. The training script is not needed.
 
     float32 writes these weights, and config.json says float32. bfloat16 rounds
-    each to nearest; what training keeps in FP32, such as norms, stays FP32 in
-    the file, as in the folders that Trainer saves.
+    each up or down at random, so that small changes are kept on average; what
+    training keeps in FP32, such as norms, stays FP32 in the file, as in the
+    folders that Trainer saves.
     """
     from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
 
