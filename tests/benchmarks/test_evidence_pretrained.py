@@ -48,6 +48,7 @@ def test_all_ways_begin_with_the_weights_of_fp32(record):
         assert split["loss"] == pytest.approx(exact["loss"], abs=1e-4)
         # What BF16 rounds off is more than that, and less than its four digits.
         assert 1e-6 < abs(split["loss"] - split["loss_in_bf16"]) < 1e-2
+        assert 1e-6 < abs(split["loss"] - split["loss_saved_in_bf16"]) < 1e-2 and "loss_saved_in_bf16" not in nearest
         assert exact["loss"] != exact["before"]
 
 

