@@ -24,9 +24,8 @@ generated from saved results. Open a section for its setup, all results, and the
 
 {summary}
 
-**Primary claims.** There are four{missing}.
-Those on long runs were named when their results were known, the one on a pretrained model before. With 95% confidence,
-all intervals hold, so each has {CONFIDENCE:.2%}:
+**Primary claims.** Those on long runs were named when their results were known, the one on [a pretrained
+model](#a-pretrained-model) before. With 95% confidence, all intervals hold, so each has {CONFIDENCE:.2%}:
 
 {primary}
 
@@ -204,7 +203,6 @@ def page() -> str:
     ]
     head = _HEAD.rstrip().format(
         LIMIT=LIMIT,
-        missing="" if len(primary) == PRIMARY else ", of which that on a pretrained model is not measured yet",
         CONFIDENCE=1 - (1 - CONFIDENCE) / PRIMARY,
         summary=markdown_table(("question", "answer", "largest model, parameters"), summary, numbers=False),
         primary=markdown_table(("claim", "loss − FP32's", "verdict"), primary, numbers=False),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fine_tuning import table as fine_tuning_table
 from benchmarks.step_time import table, table_of_8_bits
 from tests.support.command_output import hf_lowprec
 from tests.support.docs.pages import ROOT, blocks, pages
@@ -31,13 +30,14 @@ def result(name: str) -> dict[str, Any]:
     return json.loads(max(RESULTS.glob(f"{name}-20??-??-??.json")).read_text(encoding="utf-8"))
 
 
-def fine_tuning(way: str) -> list[dict[str, float]]:
-    """The loss and the lost updates of a variant, by seed."""
-    return result("fine-tuning")["runs"][way]
+def fine_tuning(way: str, rate: str = "2e-05") -> list[dict[str, float]]:
+    """Of SmolLM2: losses and lost updates, by seed."""
+    record = json.loads((RESULTS / "evidence" / "pretrained-night.json").read_text(encoding="utf-8"))
+    return [record["cases"][f"{way} {rate} {seed}"] for seed in range(record["settings"]["seeds"])]
 
 
 def at_a_glance() -> list[str]:
-    """The first page's table: ten seeds of fine-tuning, the step and the training on an H200."""
+    """The first page's table: fine-tuning of SmolLM2, the step and the training on an H200."""
     on_h200 = gpus()[1]
     steps = {found["optimizer"]: f"{found['device_ms']:.1f} ms" for found in on_h200["step_1b"]["rows"]}
     speeds = {found["way"]: found["tokens_per_second"] for found in on_h200["training"][0]["rows"]}
@@ -65,27 +65,24 @@ def at_a_glance() -> list[str]:
     return [re.sub(r"\|  (?=\|)", "| ", text) for text in found]
 
 
-def losses_on_text() -> list[str]:
-    rows, names = (
-        cells(fine_tuning_table(result("fine-tuning")["runs"])),
-        {
-            "fp32": "FP32 AdamW",
-            "nearest": "BF16 nearest",
-            "sr-without-feedback": "`adamw_bf16_sr`, `error_feedback=False`",
-            "sr-factored-8bit": "`adamw_bf16_sr`, `factored=True`, 8-bit momentum",
-        },
-    )
-    found = []
-    for way, *values in rows:
-        mode, _, states = way.partition("-")
-        name = names.get(way, f"`adamw_bf16_{mode}`" + (", 8-bit states" if states else ""))
-        found.append(re.sub(r"\|  (?=\|)", "| ", row(name, *values)))
-    return found
-
-
 def losses_at_a_glance() -> list[str]:
-    losses = (mean(run["loss"] for run in fine_tuning(way)) for way in ("fp32", "split", "kahan", "sr", "nearest"))
-    return [row(*(f"{loss:.4f}" for loss in losses))]
+    exact, split, stochastic, nearest = (
+        f"{mean(run['loss'] for run in fine_tuning(way)):.4f}" for way in ("fp32", "split", "sr", "nearest")
+    )
+    before = fine_tuning("fp32")[0]["before"]
+    shares = [(before - float(loss)) / (before - float(exact)) for loss in (stochastic, nearest)]
+    text = "stochastic rounding makes {:.0%} of FP32's progress, and rounding to nearest {:.0%}".format(*shares)
+    return [f"| {exact} | {split} | | {stochastic} | {nearest} |", text]
+
+
+def losses_of_saved_folders() -> list[str]:
+    found = []
+    for rate in ("5e-06", "2e-05"):
+        split, autocast = fine_tuning("split", rate), fine_tuning("autocast", rate)
+        columns = [(split, "loss"), (split, "loss_saved_in_bf16"), (split, "loss_in_bf16"), (autocast, "loss_in_bf16")]
+        losses = (f"{mean(run[name] for run in runs):.4f}" for runs, name in columns)
+        found.append(row(rate.replace("-0", "-"), *losses))
+    return [*found, f"Before, it was {fine_tuning('fp32')[0]['before']:.4f}"]
 
 
 def lost_when_migrating() -> list[str]:
@@ -184,6 +181,15 @@ def training_on_gpus() -> list[str]:
     return found
 
 
+def memory_with_activations() -> list[str]:
+    peaks = {found["way"]: found["peak_gigabytes"] for found in gpus()[1]["training"][0]["rows"]}
+    autocast, stochastic = (
+        peaks[way] for way in ("FP32 + BF16 autocast, torch AdamW fused", "BF16, hf_lowprec stochastic")
+    )
+    less = f"{1 - stochastic / autocast:.0%} less than autocast on [one GPU](gpu-step.md#training), 1.2 billion"
+    return [f"{less}: {stochastic:.1f} GB instead of {autocast:.1f}"]
+
+
 def gpus() -> list[dict[str, Any]]:
     return [result(f"gpu-step-{name}") for name in ("h100", "h200")]
 
@@ -248,8 +254,9 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/index.md", at_a_glance),
     ("docs/quickstart.md", requirements),
     ("docs/guides/migrating.md", lost_when_migrating),
+    ("docs/guides/saving.md", losses_of_saved_folders),
     ("docs/performance/index.md", losses_at_a_glance),
-    ("docs/performance/accuracy.md", losses_on_text),
+    ("docs/performance/index.md", memory_with_activations),
     ("docs/performance/cpu-step.md", steps_on_cpu),
     ("docs/performance/cpu-step.md", time_of_error_feedback),
     ("docs/performance/cpu-step.md", steps_of_algorithms),

@@ -206,6 +206,9 @@ def section(record: dict[str, Any]) -> Section:
         for way in settings.ways[1:]
         if (measured := [rate for rate in rates if way in at[rate]])
     ]
+    if both := [rate for rate in rates if {"autocast", "split"} <= {*at[rate]}]:
+        pairs = [paired(values("split", rate), values("autocast", rate)) for rate in both]
+        rows.append(all_equal("split: ends where autocast does", pairs, "rates", LIMIT))
     tables = list[str]()
     for rate in rates:
         exact, moved = values(EXACT, rate), values(EXACT, rate, "moved")
@@ -221,12 +224,12 @@ def section(record: dict[str, Any]) -> Section:
                 str(apart(way, rate, "loss_in_bf16")),
                 "" if np.isnan(saved.mean) else str(saved),
                 "" if way == EXACT else f"{(values(way, rate, 'distance') / moved).mean():.3f}",
-                f"{values(way, rate, 'lost').mean():.1%}" if way in (EXACT, "nearest", "split") else "",
+                f"{max(values(way, rate, 'lost').mean(), 0):.1%}" if way in (EXACT, "nearest", "split") else "",
                 f"{values(way, rate, 'step_seconds').mean():.2f}",
             ])  # fmt: skip
         heads = (
-            "", "loss, less FP32's", "share of FP32's progress", "rounded to nearest BF16", "saved in BF16",
-            "distance / displacement", "updates lost", "s per step",
+            "", "loss, less FP32's", "share of FP32's progress", "loss with weights rounded to nearest BF16",
+            "loss as saved in BF16", "distance / displacement", "updates lost", "s per step",
         )  # fmt: skip
         tables.append(
             f"At {rate:g}: from {before:.4f} nats per token on. `hf-lowprec doctor` predicts that rounding to nearest "
@@ -239,8 +242,8 @@ def section(record: dict[str, Any]) -> Section:
         f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 is without TF32. "
         f"Losses are of {settings.validation} × {settings.length} tokens that are held out, computed in FP32 with FP32 "
         f'weights, with these rounded to nearest, and with those that `save_pretrained(…, dtype="bfloat16")` of this '
-        f'package writes; all are compared with FP32. "Equal" is within ±{LIMIT} nats per token. Distance: of the '
-        "weights from FP32's, relative to how far these have moved."
+        f'package writes; all less the first loss of FP32. "Equal" is within ±{LIMIT} nats per token. Distance: of '
+        "the weights from FP32's, relative to how far these have moved. Times are medians of runs that shared the CPU."
     )
     primary, answer = list[Row](), "not measured yet"
     if rates and len(at[rates[-1]]) > 1:
@@ -249,6 +252,8 @@ def section(record: dict[str, Any]) -> Section:
             f"{LABELS[way]} {apart(way, last)}" for way in ("split", "sr", "nearest") if way in at[last]
         )
         if "split" in at[last]:
+            rounded, saved = apart(EXACT, last, "loss_in_bf16"), apart("split", last, "loss_saved_in_bf16")
+            answer += f"; in BF16: FP32, rounded to nearest, {rounded}; split, as this package saves it, {saved}"
             primary_pair = apart("split", last, claims=PRIMARY)
             claim = f"split matches FP32 in fine-tuning of a pretrained model at {last:g}"
             primary.append(Row(claim, str(primary_pair), verdict(primary_pair, LIMIT)))

@@ -97,8 +97,8 @@ def export_checkpoint(
     Args:
         checkpoint: the folder of the checkpoint.
         save_directory: a new or empty folder to write.
-        dtype: `"float32"`, or `"bfloat16"`: each FP32 estimate rounded to BF16, stochastically (see `saved_value`),
-            but tensors that are FP32 in the checkpoint, such as norms, stay FP32.
+        dtype: `"float32"`, or `"bfloat16"`: each FP32 estimate rounded stochastically, but tensors that are FP32 in
+            the checkpoint, such as norms, stay FP32.
         model_folder: a folder with config.json, tokenizer and generation config, for a checkpoint without them.
         max_shard_size: the size of a weight file, as in transformers.
 

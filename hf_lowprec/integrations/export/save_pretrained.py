@@ -73,8 +73,9 @@ def save_pretrained(
             `torch.compile` or Lightning Fabric.
         optimizer: its optimizer, or accelerate's wrapper around it.
         save_directory: the folder to write.
-        dtype: `"float32"`, or `"bfloat16"`: each estimate rounded to BF16, stochastically (see `saved_value`), but
-            tensors that are FP32 in training, such as norms, stay FP32, as in the folders that Trainer saves.
+        dtype: `"float32"`, or `"bfloat16"`: each estimate rounded stochastically, so that changes below half of
+            BF16's spacing are kept on average, but tensors that are FP32 in training, such as norms, stay FP32, as in
+            the folders that Trainer saves. Saving twice writes the same file.
         processing_class: a tokenizer or processor to save alongside.
         max_shard_size: the size of a weight file, as in transformers.
 
