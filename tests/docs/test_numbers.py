@@ -82,7 +82,7 @@ def losses_of_saved_folders() -> list[str]:
         columns = [(split, "loss"), (split, "loss_saved_in_bf16"), (split, "loss_in_bf16"), (autocast, "loss_in_bf16")]
         losses = (f"{mean(run[name] for run in runs):.4f}" for runs, name in columns)
         found.append(row(rate.replace("-0", "-"), *losses))
-    return [*found, f"Before, it was {fine_tuning('fp32')[0]['before']:.4f}"]
+    return [*found, f"Before fine-tuning, it was {fine_tuning('fp32')[0]['before']:.4f}"]
 
 
 def lost_when_migrating() -> list[str]:

@@ -222,50 +222,53 @@ def section(record: dict[str, Any]) -> Section:
                 f"{own.mean():.4f}" if way == EXACT else f"{apart(way, rate)} {verdict(apart(way, rate), LIMIT)}",
                 f"{(before - own.mean()) / (before - exact.mean()):.3f}",
                 str(apart(way, rate, "loss_in_bf16")),
-                "" if np.isnan(saved.mean) else str(saved),
+                "" if np.isnan(saved.mean) else f"{saved} {verdict(saved, LIMIT)}",
                 "" if way == EXACT else f"{(values(way, rate, 'distance') / moved).mean():.3f}",
                 f"{max(values(way, rate, 'lost').mean(), 0):.1%}" if way in (EXACT, "nearest", "split") else "",
                 f"{values(way, rate, 'step_seconds').mean():.2f}",
             ])  # fmt: skip
         heads = (
-            "", "loss, less FP32's", "share of FP32's progress", "loss with weights rounded to nearest BF16",
-            "loss as saved in BF16", "distance / displacement", "updates lost", "s per step",
+            "", "loss − FP32's (FP32: its loss)", "share of FP32's progress",
+            "weights rounded to nearest BF16: loss − FP32's", "saved in BF16: loss − FP32's", "distance from FP32's weights ÷ distance these moved", "updates lost",
+            "s per step",
         )  # fmt: skip
         tables.append(
-            f"At {rate:g}: from {before:.4f} nats per token on. `hf-lowprec doctor` predicts that rounding to nearest "
-            f"loses {foreseen['lost']:.1%} of the updates, and noise of {foreseen['noise']:.2f} displacements with "
-            f"stochastic rounding.\n\n{markdown_table(heads, lines)}"
+            f"Learning rate {rate:g}. Loss before training: {before:.4f} nats per token. `hf-lowprec doctor` predicts "
+            f"that rounding to nearest loses {foreseen['lost']:.1%} of the updates, and that the noise of stochastic "
+            f"rounding is {foreseen['noise']:.2f} times as large as the distance that FP32's weights move."
+            f"\n\n{markdown_table(heads, lines)}"
         )
     words = (
-        f"SmolLM2-135M-Instruct (134.5 million parameters; its weights from four bits, rounded to BF16) learns from "
+        f"SmolLM2-135M-Instruct (134.5 million parameters, dequantized from 4 bits and rounded to BF16) learns from "
         f"Python's standard library with Trainer: {settings.steps} steps of {settings.batch} × {settings.length} "
         f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 is without TF32. "
-        f"Losses are of {settings.validation} × {settings.length} tokens that are held out, computed in FP32 with FP32 "
+        f"Losses are measured on {settings.validation} × {settings.length} held-out tokens, computed in FP32 with FP32 "
         f'weights, with these rounded to nearest, and with those that `save_pretrained(…, dtype="bfloat16")` of this '
-        f'package writes; all less the first loss of FP32. "Equal" is within ±{LIMIT} nats per token. Distance: of '
-        "the weights from FP32's, relative to how far these have moved. Times are medians of runs that shared the CPU."
+        f'package writes. "Equal" is within ±{LIMIT} nats per token. Times '
+        "are medians of runs that shared the CPU."
     )
-    primary, answer = list[Row](), "not measured yet"
-    if rates and len(at[rates[-1]]) > 1:
-        last = rates[-1]
-        answer = f"at {last:g}, the loss less FP32's is, in nats per token: " + "; ".join(
-            f"{LABELS[way]} {apart(way, last)}" for way in ("split", "sr", "nearest") if way in at[last]
+    primary, answer = list[Row](), "Not measured yet."
+    if rates and {"split", "sr", "nearest"} <= {*at[rates[-1]]}:
+        first, last = rates[0], rates[-1]
+        ends = "; ".join(f"{LABELS[way]} {apart(way, last)}" for way in ("split", "sr", "nearest"))
+        rounded = "; ".join(f"{LABELS[way]} {apart(way, first, 'loss_in_bf16')}" for way in (EXACT, "split"))
+        answer = (
+            f"At {last:g}, the loss less FP32's is, in nats per token: {ends}. With the final weights rounded to "
+            f"nearest BF16, at {first:g}: {rounded}; split, as this package saves it in BF16, "
+            f"{apart('split', first, 'loss_saved_in_bf16')}."
         )
-        if "split" in at[last]:
-            rounded, saved = apart(EXACT, last, "loss_in_bf16"), apart("split", last, "loss_saved_in_bf16")
-            answer += f"; in BF16: FP32, rounded to nearest, {rounded}; split, as this package saves it, {saved}"
-            primary_pair = apart("split", last, claims=PRIMARY)
-            claim = f"split matches FP32 in fine-tuning of a pretrained model at {last:g}"
-            primary.append(Row(claim, str(primary_pair), verdict(primary_pair, LIMIT)))
+        ours = apart("split", last, claims=PRIMARY)
+        claim = f"split matches FP32 in fine-tuning of a pretrained model at {last:g}, in nats per token"
+        primary.append(Row(claim, str(ours), verdict(ours, LIMIT)))
     return Section(
         "A pretrained model",
         words,
         rows,
-        tables[:-1],
+        [],
         question="Does fine-tuning a pretrained model end where FP32 does?",
-        answer=f"{answer[0].upper()}{answer[1:]}.",
+        answer=answer,
         model="134.5 million",
-        table=tables[-1] if tables else "",
+        table="\n\n".join(reversed(tables)),
         primary=tuple(primary),
     )
 
