@@ -229,8 +229,8 @@ def section(record: dict[str, Any]) -> Section:
             ])  # fmt: skip
         heads = (
             "", "loss − FP32's (FP32: its loss)", "share of FP32's progress",
-            "weights rounded to nearest BF16: loss − FP32's", "saved in BF16: loss − FP32's", "distance from FP32's weights ÷ distance these moved", "updates lost",
-            "s per step",
+            "weights rounded to nearest BF16: loss − FP32's", "saved in BF16: loss − FP32's",
+            "distance from FP32's weights ÷ distance these moved", "updates lost", "s per step",
         )  # fmt: skip
         tables.append(
             f"Learning rate {rate:g}. Loss before training: {before:.4f} nats per token. `hf-lowprec doctor` predicts "
