@@ -21,7 +21,7 @@ from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import load, place_of_factor
 from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR
-from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
+from hf_lowprec.optim.step.orthogonalization import parts_to_step
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, step_keys
 from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, intended_bias
 from hf_lowprec.rounding.low_bits import fp64_value

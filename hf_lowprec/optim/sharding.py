@@ -49,6 +49,31 @@ class Sharding:
     mesh_dims: tuple[int, ...]
 
 
+class ShardLayout(NamedTuple):
+    """Where the elements of a rank's shard are in the full tensor.
+
+    Attributes:
+        shape: of the shard.
+        blocks: which part of the shard is which part of the full tensor, as indices; strided placements have several.
+    """
+
+    shape: torch.Size
+    blocks: list[tuple[tuple[slice, ...], tuple[slice, ...]]]
+
+    def cut(self, full: Tensor) -> Tensor:
+        """The contiguous shard of the tensor `full`."""
+        shard = full.new_empty(self.shape)
+        for local, place in self.blocks:
+            shard[local] = full[place]
+        return shard
+
+    def paste(self, shard: Tensor, full: Tensor) -> None:
+        """Copy `shard`, flat or of the shard's shape, to its place in `full`."""
+        shard = shard.view(self.shape)
+        for local, place in self.blocks:
+            full[place] = shard[local]
+
+
 class FlatPart(NamedTuple):
     """The elements of a parameter that a 1-D tensor holds: a range of the flattened parameter, as DeepSpeed cuts it.
 
@@ -143,21 +168,22 @@ def dtensor_like(
     return dtensor_of_shard(shard, like.device_mesh, placements_of_mean(like, mean_over), full)  # type: ignore[attr-defined]
 
 
-def full_tensor(shard: Tensor, like: Tensor) -> Tensor:
-    """Gather, on every rank, the full tensor of which this rank holds `shard`; it is sharded like `like`."""
-    sharded = dtensor_like(shard, like)
-    return sharded.full_tensor() if is_sharded(sharded) else sharded  # type: ignore[attr-defined]
+def shard_layout(tensor: Tensor, coordinate: Sequence[int] | None = None) -> ShardLayout:
+    """The layout of the shard of a DTensor on the rank at `coordinate` of its mesh; by default, on this one."""
+    indices = [_local_indices(tensor, dim, coordinate) for dim in range(tensor.dim())]
+    blocks = [
+        (
+            tuple(slice(run.local_start, run.local_start + run.length) for run in block),
+            tuple(slice(run.global_start, run.global_start + run.length) for run in block),
+        )
+        for block in product(*map(_consecutive_runs, indices))
+    ]
+    return ShardLayout(torch.Size(map(len, indices)), blocks)
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's contiguous shard of the tensor `full`, sharded like `like`; the inverse of `full_tensor`."""
-    if not is_sharded(like):
-        return full.contiguous()
-    shard = full.new_empty(local_shard(like).shape)
-    for run in contiguous_runs(like):
-        values = full.reshape(-1)[run.global_start : run.global_start + run.length]
-        shard.view(-1)[run.local_start : run.local_start + run.length] = values
-    return shard
+    """This rank's contiguous shard of the tensor `full`, sharded like `like`."""
+    return shard_layout(like).cut(full) if is_sharded(like) else full.contiguous()
 
 
 def sum_over_shards(value: Tensor, sharding: Sharding | None) -> Tensor:
@@ -244,12 +270,9 @@ def checkpointable(tensor: Any) -> Any:
     shard = local_shard(tensor.detach())
     if not shard.numel():
         return tensor
-    runs = (_consecutive_runs(_local_indices(tensor, dim)) for dim in range(tensor.dim()))
-    blocks, offsets = [], []
-    for block in product(*runs):
-        blocks.append(shard[tuple(slice(run.local_start, run.local_start + run.length) for run in block)])
-        offsets.append(tuple(run.global_start for run in block))
-    return dtensor_of_blocks(blocks, offsets, tensor)
+    blocks = shard_layout(tensor).blocks
+    offsets = [tuple(each.start for each in place) for _, place in blocks]
+    return dtensor_of_blocks([shard[local] for local, _ in blocks], offsets, tensor)
 
 
 def global_places(tensor: Tensor, places: Tensor) -> Tensor:
@@ -278,11 +301,15 @@ def _mesh_dims(tensor: Any, dim: int | None = None) -> tuple[int, ...]:
     return tuple(k for k, placement in placements if _is_shard(placement) and sharded in (None, placement.dim))
 
 
-def _local_indices(tensor: Any, dim: int) -> Tensor:
-    """The indices of dimension `dim` that this rank holds, ascending. DTensor shards as `torch.chunk` splits."""
+def _local_indices(tensor: Any, dim: int, coordinate: Sequence[int] | None = None) -> Tensor:
+    """The indices of dimension `dim` that a rank holds, ascending; by default, this one.
+
+    DTensor shards as `torch.chunk` splits.
+    """
+    coordinate = tensor.device_mesh.get_coordinate() if coordinate is None else coordinate
     indices = torch.arange(tensor.shape[dim], device="cpu")
     for mesh_dim in _mesh_dims(tensor, dim):
-        ranks, rank = tensor.device_mesh.size(mesh_dim), tensor.device_mesh.get_coordinate()[mesh_dim]
+        ranks, rank = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
         chunks = torch.chunk(indices, ranks * int(getattr(tensor.placements[mesh_dim], "split_factor", 1)))
         indices = torch.cat([indices[:0], *chunks[rank::ranks]])
     return indices

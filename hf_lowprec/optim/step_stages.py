@@ -25,13 +25,9 @@ from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.clipping import DelayedClipping, GradientClipping
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.orthogonalization import parts_to_step
 from hf_lowprec.optim.step.step_plan import StepPlan
-from hf_lowprec.optim.step.whole_tensor_quantities import (
-    compute_factors,
-    compute_tensor_means,
-    parts_to_step,
-    store_means,
-)
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_factors, compute_tensor_means, store_means
 from hf_lowprec.rounding import mode_name
 
 

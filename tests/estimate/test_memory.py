@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon
-from hf_lowprec.optim.step import whole_tensor_quantities
+from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
 from hf_lowprec.tools.estimate.activations import LiveMemory
@@ -114,7 +114,8 @@ def test_of_large_matrices_it_is_that_of_newton_schulz(monkeypatch):
 
     Counted by tensors, since matrix products on a CPU take scratch memory.
     """
-    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 1000)
+    for module in (orthogonalization, whole_tensor_quantities):
+        monkeypatch.setattr(module, "CHUNK", 1000)
     optimizer = built("cpu", backend="native")
     give_gradients(optimizer)
     optimizer.step()

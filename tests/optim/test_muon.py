@@ -27,7 +27,7 @@ from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.algorithms import _newton_schulz as newton_schulz
 from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
-from hf_lowprec.optim.step import whole_tensor_quantities
+from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
 from hf_lowprec.tools.estimate.activations import LiveMemory
 from tests.support.same_numbers import same_numbers
 
@@ -227,6 +227,12 @@ def trained(**options) -> list:
     return [*numbers, *(value for param in params for value in (param.detach(), *optimizer.state[param].values()))]
 
 
+def few_elements_at_once(count: int, monkeypatch) -> None:
+    """So that parts have few elements, and so do FP32 values."""
+    for module in (orthogonalization, whole_tensor_quantities):
+        monkeypatch.setattr(module, "CHUNK", count)
+
+
 ALL_OPTIONS = [{}, {"rounding": "split"}, {"rounding": "nearest"}, {"max_grad_norm": 0.1, "skip_nonfinite": True}]
 
 
@@ -235,7 +241,7 @@ ALL_OPTIONS = [{}, {"rounding": "split"}, {"rounding": "nearest"}, {"max_grad_no
 def test_parts_step_as_all_matrices_at_once_and_are_measured_alike(backend, options, monkeypatch):
     """With parts of at most 100 elements, or of one matrix."""
     at_once = trained(backend=backend, **options)
-    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 100)
+    few_elements_at_once(100, monkeypatch)
     assert all(map(same_numbers, at_once, trained(backend=backend, **options)))
 
 
@@ -265,7 +271,7 @@ def test_a_batch_gives_the_bits_of_single_matrices(options, batch_sizes, monkeyp
     assert set(batch_sizes) == {1} | found
     if found == {2, 3}:  # on every machine so far
         assert sorted(batch_sizes) == sorted(5 * (8 * [1] + [2] + [3]))
-    monkeypatch.setattr(whole_tensor_quantities, "_BATCH", 0)
+    monkeypatch.setattr(orthogonalization, "_BATCH", 0)
     batch_sizes.clear()
     single = trained(**options)
     assert batch_sizes == 5 * 13 * [1]
@@ -274,7 +280,7 @@ def test_a_batch_gives_the_bits_of_single_matrices(options, batch_sizes, monkeyp
 
 def test_a_batch_gives_the_bits_of_single_matrices_without_onednn(own_kernels, monkeypatch):
     batched = trained()
-    monkeypatch.setattr(whole_tensor_quantities, "_BATCH", 0)
+    monkeypatch.setattr(orthogonalization, "_BATCH", 0)
     assert all(map(same_numbers, batched, trained()))
 
 
@@ -334,23 +340,23 @@ def test_a_batch_takes_memory_for_its_own_matrices_only(monkeypatch):
     Its matrices are copied into a stack; then there are X and two Gram matrices, or two of X and one Gram matrix.
     """
     elements = 64 * 64
-    monkeypatch.setattr(whole_tensor_quantities, "_BATCH", 4 * elements)
-    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 1024)  # FP32 values of few elements
-    monkeypatch.setattr(whole_tensor_quantities, "_parts", lambda group: [range(len(group.entries))])
+    monkeypatch.setattr(orthogonalization, "_BATCH", 4 * elements)
+    few_elements_at_once(1024, monkeypatch)  # FP32 values of few elements
+    monkeypatch.setattr(orthogonalization, "parts_of", lambda shapes, ranks: [range(len(shapes))])
     tables = 4096
     assert peak([(64, 64)] * 12) <= 2 * 12 * elements + 4 * 8 * elements + tables
 
 
 def test_a_stack_of_large_matrices_takes_memory_for_one_of_them(monkeypatch):
     """The slot and the result, 4 bytes per element of the stack, and 6 bytes per element of one square matrix."""
-    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 1 << 14)
+    few_elements_at_once(1 << 14, monkeypatch)
     elements, tables = 264 * 264, 4096
     assert peak([(5, 264, 264)]) <= 4 * 5 * elements + 6 * elements + tables
 
 
 def test_a_step_holds_one_orthogonalized_matrix(monkeypatch):
     """Eleven more matrices of 32 KiB each take no more memory than their tables."""
-    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 100)
+    few_elements_at_once(100, monkeypatch)
     one, twelve = (peak([(128, 128)] * count, backend="native") for count in (1, 12))
     assert 8 * 128 * 128 <= one <= twelve <= one + 1024 * 12
 

@@ -21,7 +21,7 @@ from hf_lowprec.monitor.step_precision import SUMS
 from hf_lowprec.optim import Adafactor, AdamW, LowPrecisionOptimizer, Muon, ScheduleFreeAdamW, StableAdamW
 from hf_lowprec.optim.gradients import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
-from hf_lowprec.optim.step import whole_tensor_quantities
+from hf_lowprec.optim.step import orthogonalization
 from hf_lowprec.rounding.attached_low_bits import attach_low_bits, attached_low_bits
 from tests.support.chosen_cases import EVERY_CASE, one_in_turn
 from tests.support.optim.backward_pass import give_gradients
@@ -298,7 +298,7 @@ def check_all(backend: str) -> None:
     """Check "eager", "native" or "triton", or states in "8 bits"."""
     dist.init_process_group("gloo")
     gradient_buckets.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
-    whole_tensor_quantities.CHUNK = 32  # several parts of Muon's matrices, whose order must be the same on all ranks
+    orthogonalization.CHUNK = 32  # several parts of Muon's matrices, whose order must be the same on all ranks
     meshes = {"line": init_device_mesh("cpu", (4,)), "square": init_device_mesh("cpu", (2, 2))}
     cases = {"triton": {name: CASES[name] for name in FOR_THE_INTERPRETER}, "8 bits": IN_8_BITS}.get(backend, CASES)
     for number, (name, (kind, shapes, placements)) in enumerate(cases.items()):

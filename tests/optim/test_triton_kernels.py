@@ -169,7 +169,7 @@ def test_chunks_have_the_bits_of_eager(lengths, options, whole_chunks, launches)
 
 def test_parts_of_a_group(launches, monkeypatch):
     """Muon steps some entries of a group at a time: each part has its own chunks of both kinds."""
-    monkeypatch.setattr("hf_lowprec.optim.step.whole_tensor_quantities.CHUNK", 1000)
+    monkeypatch.setattr("hf_lowprec.optim.step.orthogonalization.CHUNK", 1000)
     shapes = [(20, 20), (16, 16), (3, 5), (0, 4), (32, 32)]
     assert_bits_of_eager(shapes, cls=Muon, grad_at=[0, 0, 1, 0, 2], steps=1)
     entries = [sorted({row[0] for row in launch.rows}) for launch in launches if launch.ragged]
@@ -282,7 +282,7 @@ def test_chunks_are_divided_again_only_if_the_alignment_has_changed(monkeypatch,
 @pytest.mark.parametrize("parts", ["all at once", "parts of matrices", "released buckets"])
 def test_alignment_is_asked_once_per_step(parts, clipped, launches, monkeypatch):
     """Not once per launch, nor for the norm. A released bucket is a step of its own."""
-    monkeypatch.setattr("hf_lowprec.optim.step.whole_tensor_quantities.CHUNK", CHUNK)
+    monkeypatch.setattr("hf_lowprec.optim.step.orthogonalization.CHUNK", CHUNK)
     monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 2 * CHUNK)
     asked = []
     chunks = DeviceTables.chunks

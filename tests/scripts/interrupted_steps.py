@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon
-from hf_lowprec.optim.step import whole_tensor_quantities
+from hf_lowprec.optim.step import orthogonalization
 from tests.support.chosen_cases import EVERY_CASE
 
 
@@ -87,7 +87,7 @@ def interrupt_at(point: int, number: int, step: Any) -> tuple[type[BaseException
 
 def main(backend: str, algorithm: str) -> None:
     signal.signal(signal.SIGTERM, terminate)
-    whole_tensor_quantities.CHUNK = 20  # one matrix at a time
+    orthogonalization.CHUNK = 20  # one matrix at a time
     optimizer = built(backend, algorithm)
     for step in range(2):
         give_gradients(optimizer, step)

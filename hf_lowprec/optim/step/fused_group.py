@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
+from hf_lowprec.optim.step.matrix_owners import MatrixOwners, cost
 from hf_lowprec.optim.step.matrix_tiles import MeanVectors
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, StepScalars
@@ -57,7 +58,7 @@ class FusedGroup:
         spec: what is computed.
         device: where.
         sharding: over which ranks the parameters are sharded, or None.
-        entries: the parameters.
+        entries: the parameters; those that are orthogonalized, the most expensive first.
         weights: the entries' `weight`, which a step writes to.
         segments: the static tables of the entries' elements.
         step_scalars: computes the scalars of a step.
@@ -86,6 +87,8 @@ class FusedGroup:
         self.spec = spec
         self.device = device
         self.sharding = sharding
+        if spec.orthogonalizes:
+            entries = sorted(entries, key=lambda entry: cost(entry.param.shape), reverse=True)
         self.entries = entries
         self.weights = [entry.weight for entry in entries]
         self.segments = Segments(spec, entries)
@@ -124,6 +127,11 @@ class FusedGroup:
     def count_step(self) -> None:
         """Count the step that was taken."""
         self.step_scalars.count_step(self.enabled)
+
+    @cached_property
+    def matrix_owners(self) -> MatrixOwners | None:
+        """The ranks that share the orthogonalization of sharded matrices; None if this rank holds them whole."""
+        return None if self.sharding is None else MatrixOwners([entry.param for entry in self.entries])
 
     @cached_property
     def full_sizes(self) -> Tensor:

@@ -27,8 +27,9 @@ from hf_lowprec.optim.host_steps import staging_bytes
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
+from hf_lowprec.optim.step.orthogonalization import parts_to_step
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.step.whole_tensor_quantities import compute_factors, parts_to_step
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_factors
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
 from hf_lowprec.tools.estimate.activations import Activations, LiveMemory
 
