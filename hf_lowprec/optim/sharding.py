@@ -8,17 +8,19 @@ parameters (`FlatPart`). Every function also accepts plain tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_lowprec.optim.private_torch_apis import dtensor_of_blocks, dtensor_of_shard, local_tensors
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -91,6 +93,7 @@ class FlatPart(NamedTuple):
 
 
 _FLAT_PART = "_flat_part"
+_REPLICAS = WeakTensorKeyDictionary()
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
@@ -108,6 +111,18 @@ def part_of(tensor: Tensor) -> FlatPart:
     """Which elements of a parameter `tensor` holds, of which `set_flat_part` has said so."""
     part: FlatPart = getattr(tensor, _FLAT_PART)
     return part
+
+
+def set_replicas(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
+    """Say that all ranks of `group` step the same plain `tensors` with the same gradients, as under DDP."""
+    for tensor in tensors:
+        _REPLICAS[tensor] = group
+
+
+def replicas_of(tensor: Tensor) -> ProcessGroup | None:
+    """The ranks that step the same plain `tensor`, if `set_replicas` has named them."""
+    group: ProcessGroup | None = _REPLICAS.get(tensor)
+    return group
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
@@ -169,7 +184,10 @@ def dtensor_like(
 
 
 def shard_layout(tensor: Tensor, coordinate: Sequence[int] | None = None) -> ShardLayout:
-    """The layout of the shard of a DTensor on the rank at `coordinate` of its mesh; by default, on this one."""
+    """The layout of the shard of a DTensor on the rank at `coordinate` of its mesh; by default, on this one.
+
+    A plain tensor is its own shard on every rank.
+    """
     indices = [_local_indices(tensor, dim, coordinate) for dim in range(tensor.dim())]
     blocks = [
         (

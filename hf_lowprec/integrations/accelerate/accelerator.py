@@ -33,6 +33,7 @@ from hf_lowprec.integrations.export.parameter_names import write_model_descripti
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.param_groups import params_of, unwrap_optimizer
+from hf_lowprec.optim.sharding import set_replicas
 from hf_lowprec.reduction import fsdp2
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import Reduction, reduce_scatter_in_fp32
@@ -290,6 +291,7 @@ def _prepare_model(original: Callable, accelerator: Any, model: nn.Module, *args
     for module in prepared.modules():
         if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
             averager = reduce_in_fp32(module)
+            set_replicas(module.parameters(), module.process_group)
             averager.on_last_bucket = None if accumulator is None else accumulator.restart
             status.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
     _forbid_later_cast(model)

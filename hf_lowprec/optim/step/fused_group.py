@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
-from hf_lowprec.optim.step.matrix_owners import MatrixOwners, cost
+from hf_lowprec.optim.step.matrix_owners import MatrixOwners, cost, owners_of
 from hf_lowprec.optim.step.matrix_tiles import MeanVectors
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, StepScalars
@@ -130,8 +130,8 @@ class FusedGroup:
 
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
-        """The ranks that share the orthogonalization of sharded matrices; None if this rank holds them whole."""
-        return None if self.sharding is None else MatrixOwners([entry.param for entry in self.entries])
+        """The ranks that share the orthogonalization of the entries; None if this rank is alone."""
+        return owners_of([entry.param for entry in self.entries])
 
     @cached_property
     def full_sizes(self) -> Tensor:

@@ -1,42 +1,48 @@
-"""Which rank orthogonalizes which matrix of a sharded group, and the messages between owners and ranks with shards.
+"""Which rank orthogonalizes which matrix, if ranks hold shards or copies of them, and the messages between ranks.
 
 Every matrix has one owner, which gets the shards of the matrix, computes what a single process computes, and sends each
-rank the shard of the result. Ranks with copies of the same shards (hybrid sharding) share the work as well.
+rank the shard of the result. Under DDP, each rank has the whole matrix; with hybrid sharding, some ranks have the same
+shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_lowprec.optim.sharding import ShardLayout, local_shard, shard_layout, sharding_of
+from hf_lowprec.optim.sharding import Sharding, ShardLayout, local_shard, replicas_of, shard_layout, sharding_of
 
 
 class MatrixOwners:
-    """The ranks of a mesh as owners of matrices.
+    """The ranks that own matrices. They are counted from 0, in the order of the mesh or group.
 
     Attributes:
         count: how many ranks there are.
 
     Args:
-        matrices: the DTensors of a group, all sharded over the same dimensions of the same mesh.
+        matrices: DTensors that are sharded over the same dimensions of the same mesh, or plain tensors.
+        over: the sharding, or the group of ranks that have the plain tensors.
     """
 
-    def __init__(self, matrices: Sequence[Any]) -> None:
-        self._matrices, mesh = matrices, matrices[0].device_mesh
-        sharding = sharding_of(matrices[0])
-        assert sharding is not None
-        self._ranks: list[int] = mesh.mesh.flatten().tolist()
-        coordinates = torch.cartesian_prod(*map(torch.arange, mesh.shape)).view(len(self._ranks), -1).tolist()
-        copies = [[c for dim, c in enumerate(each) if dim not in sharding.mesh_dims] for each in coordinates]
-        self.count, self._coordinates, self._device = len(self._ranks), coordinates, local_shard(matrices[0]).device
-        self._own = self._ranks.index(dist.get_rank())
+    def __init__(self, matrices: Sequence[Any], over: Sharding | dist.ProcessGroup) -> None:
+        self._matrices, self._device = matrices, local_shard(matrices[0]).device
+        if isinstance(over, Sharding):
+            mesh = over.mesh
+            self._group = mesh.get_group() if mesh.ndim == 1 else None  # any two ranks are in the default group
+            self._ranks: list[int] = mesh.mesh.flatten().tolist()
+            self._coordinates = list(product(*map(range, mesh.shape)))
+            copies = [[c for dim, c in enumerate(each) if dim not in over.mesh_dims] for each in self._coordinates]
+        else:
+            self._group, self._ranks = over, dist.get_process_group_ranks(over)
+            self._coordinates = [(rank,) for rank in self._ranks]
+            copies = [[rank] for rank in self._ranks]
+        self.count, self._own = len(self._ranks), self._ranks.index(dist.get_rank())
         self._with_same_copy = [peer for peer, each in enumerate(copies) if each == copies[self._own]]
-        self._group = mesh.get_group() if mesh.ndim == 1 else None  # any two ranks are in the default group
         self._layouts: dict[Any, list[ShardLayout]] = {}
 
     def gather(self, owners: Sequence[int], shards: Mapping[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
@@ -72,7 +78,7 @@ class MatrixOwners:
 
     def _layout(self, k: int, peer: int) -> ShardLayout:
         matrix = self._matrices[k]
-        key = matrix.shape, matrix.placements
+        key = matrix.shape, getattr(matrix, "placements", None)
         if key not in self._layouts:
             self._layouts[key] = [shard_layout(matrix, coordinate) for coordinate in self._coordinates]
         return self._layouts[key][peer]
@@ -109,12 +115,21 @@ class MatrixOwners:
         return wait
 
 
+def owners_of(matrices: Sequence[Tensor]) -> MatrixOwners | None:
+    """The ranks that share `matrices`, which are all sharded alike or plain; None if this rank is alone."""
+    over = {sharding_of(matrix) or replicas_of(matrix) for matrix in matrices}
+    first = over.pop()
+    if over or first is None or (isinstance(first, dist.ProcessGroup) and first.size() == 1):
+        return None
+    return MatrixOwners(matrices, first)
+
+
 def cost(shape: torch.Size) -> int:
     """Of orthogonalizing a matrix or a stack of matrices: multiplications of a product, up to a factor."""
     return shape.numel() * min(shape[-2:])
 
 
-def assign_owners(shapes: Sequence[torch.Size], parts: Sequence[range], ranks: int) -> list[int]:
+def assign_owners(shapes: Sequence[torch.Size], parts: Sequence[range], ranks: int, first: int = 0) -> list[int]:
     """The owner of each matrix, a number below `ranks`: the one with the least work so far.
 
     Args:
@@ -122,10 +137,11 @@ def assign_owners(shapes: Sequence[torch.Size], parts: Sequence[range], ranks: i
         parts: those that are stepped together, the most expensive first. No owner gets another matrix of a part before
             all have one, so that none waits long.
         ranks: how many there are.
+        first: the owner of the first matrix, modulo `ranks`.
     """
     owners, work = [0] * len(shapes), [0] * ranks
     for part in parts:
-        order = sorted(range(ranks), key=work.__getitem__)
+        order = sorted(((first + rank) % ranks for rank in range(ranks)), key=work.__getitem__)
         for place, k in enumerate(part):
             owners[k] = order[place % ranks]
             work[owners[k]] += cost(shapes[k])

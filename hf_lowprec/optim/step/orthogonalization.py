@@ -63,7 +63,7 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[r
     fused_group.per_param_scalars = _lr_scales(algorithm, fused_group)
     fused_group.matrix_slots = slots = _matrix_slots(fused_group, parts)
     backend_step.release_tables()  # they may hold no addresses of these slots yet
-    assigned = assign_owners(shapes, parts, ranks)
+    assigned = assign_owners(shapes, parts, ranks, first=entries[0].number)
 
     def begin(part: range) -> Callable[[], dict[int, Tensor]]:
         """Send the momentum matrices of a part to their owners. Returns what gives those that this rank owns."""

@@ -1,0 +1,103 @@
+"""Muon on several ranks: each matrix is orthogonalized by one of them, with the bits of one process, and work is shared.
+
+Steps on shards of all kinds are in `test_sharded_steps.py`.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Size, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from hf_lowprec import Muon
+from hf_lowprec.optim.sharding import set_replicas
+from hf_lowprec.optim.step import orthogonalization
+from hf_lowprec.optim.step.matrix_owners import assign_owners, cost
+from hf_lowprec.optim.step.orthogonalization import parts_of
+from tests.support.optim.backward_pass import give_gradients
+from tests.support.processes.ranks import on_ranks
+from tests.support.processes.shards import of_every_rank, shard
+
+LLAMA_8B = [Size(shape) for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]]
+"""The matrices of one of its 32 layers."""
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 1), (2, 1.01), (8, 1.01), (64, 1.3)])
+def test_ranks_get_equal_shares_of_a_large_model(ranks, most):
+    """Work and elements of the busiest rank, relative to an equal share; no more matrices of a part than ranks."""
+    shapes = sorted(32 * LLAMA_8B, key=cost, reverse=True)
+    parts = parts_of(shapes, ranks)
+    owners = assign_owners(shapes, parts, ranks, first=5)
+    for measure in (cost, Size.numel):
+        shares = [sum(measure(shape) for shape, owner in zip(shapes, owners) if owner == k) for k in range(ranks)]
+        assert max(shares) <= most * sum(shares) / ranks
+    assert {k for part in parts for k in part} == set(range(len(shapes)))
+    assert max(map(len, parts)) <= ranks
+
+
+def test_with_more_ranks_than_matrices_each_gets_one():
+    owners = assign_owners(32 * LLAMA_8B, parts_of(32 * LLAMA_8B, 512), 512)
+    assert len(set(owners)) == 224
+
+
+SHAPES = [(20, 12), (12, 20), (20, 12), (9, 7), (3, 8, 8), (20, 12), (1, 5), (12, 20), (6, 6)]
+MESHES = {
+    "one": ((1,), [Shard(0)]),
+    "shards": ((3,), [Shard(0)]),
+    "DDP": ((2,), None),
+    "hybrid": ((2, 2), [Replicate(), Shard(0)]),
+    "rows and columns": ((2, 4), [Shard(0), Shard(1)]),
+}
+
+
+def check_owners(kind: str) -> None:
+    """Three steps on `SHAPES`, compared with those of this process alone; and who orthogonalizes how much."""
+    dist.init_process_group("gloo")
+    orthogonalization.CHUNK = 300  # several parts
+    sizes, placements = MESHES[kind]
+    mesh = init_device_mesh("cpu", sizes)
+    generator = torch.Generator().manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES]
+    if placements is None:
+        parts = [nn.Parameter(param.detach().clone()) for param in whole]
+        set_replicas(parts, dist.group.WORLD)
+    else:
+        parts = [nn.Parameter(shard(param.detach().clone(), mesh, placements)) for param in whole]
+    alone, shared = (Muon(params, lr=0.1, rounding="split") for params in (whole, parts))
+    own = Counter(shared)
+    for _ in range(3):
+        for param in whole:
+            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+        grads = [param.grad.clone() if placements is None else shard(param.grad, mesh, placements) for param in whole]
+        give_gradients(shared, parts, grads)
+        shared.step()
+        alone.step()
+    for param, part in zip(whole, parts, strict=True):
+        found = part if placements is None else part.full_tensor()
+        assert torch.equal(found, param), (kind, tuple(param.shape))
+    counts = of_every_rank(own.elements)
+    assert sum(counts) == 3 * sum(param.numel() for param in whole)
+    # Each rank gets at most one matrix of a part more than another.
+    assert max(counts) - min(counts) <= 3 * 240 * len(parts_of([param.shape for param in whole], len(counts)))
+    dist.destroy_process_group()
+
+
+class Counter:
+    """Counts the elements that an optimizer orthogonalizes."""
+
+    def __init__(self, optimizer: Muon) -> None:
+        self.elements, original = 0, optimizer.orthogonalize
+
+        def counted(group, matrix):
+            self.elements += matrix.numel()
+            return original(group, matrix)
+
+        optimizer.orthogonalize = counted
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", MESHES)
+def test_each_matrix_has_one_owner_and_the_bits_of_one_process(kind):
+    on_ranks(check_owners, torch.Size(MESHES[kind][0]).numel(), kind)
