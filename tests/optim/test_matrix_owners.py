@@ -1,4 +1,4 @@
-"""Muon on several ranks: each matrix is orthogonalized by one of them, with the bits of one process, and work is shared.
+"""Muon on several ranks: each matrix is orthogonalized by one of them, to the bits of one process.
 
 Steps on shards of all kinds are in `test_sharded_steps.py`.
 """
@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from hf_lowprec import Muon
 from hf_lowprec.optim.sharding import set_replicas
 from hf_lowprec.optim.step import orthogonalization
-from hf_lowprec.optim.step.matrix_owners import assign_owners, cost
-from hf_lowprec.optim.step.orthogonalization import parts_of
+from hf_lowprec.optim.step.fused_group import CHUNK
+from hf_lowprec.optim.step.matrix_owners import assign_owners, cost, parts_of
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import on_ranks
 from tests.support.processes.shards import of_every_rank, shard
@@ -27,17 +27,19 @@ LLAMA_8B = [Size(shape) for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [
 def test_ranks_get_equal_shares_of_a_large_model(ranks, most):
     """Work and elements of the busiest rank, relative to an equal share; no more matrices of a part than ranks."""
     shapes = sorted(32 * LLAMA_8B, key=cost, reverse=True)
-    parts = parts_of(shapes, ranks)
+    parts = parts_of(shapes, ranks, CHUNK)
     owners = assign_owners(shapes, parts, ranks, first=5)
     for measure in (cost, Size.numel):
-        shares = [sum(measure(shape) for shape, owner in zip(shapes, owners) if owner == k) for k in range(ranks)]
+        shares = [
+            sum(measure(shape) for shape, owner in zip(shapes, owners, strict=True) if owner == k) for k in range(ranks)
+        ]
         assert max(shares) <= most * sum(shares) / ranks
     assert {k for part in parts for k in part} == set(range(len(shapes)))
     assert max(map(len, parts)) <= ranks
 
 
 def test_with_more_ranks_than_matrices_each_gets_one():
-    owners = assign_owners(32 * LLAMA_8B, parts_of(32 * LLAMA_8B, 512), 512)
+    owners = assign_owners(32 * LLAMA_8B, parts_of(32 * LLAMA_8B, 512, CHUNK), 512)
     assert len(set(owners)) == 224
 
 
@@ -79,8 +81,30 @@ def check_owners(kind: str) -> None:
     counts = of_every_rank(own.elements)
     assert sum(counts) == 3 * sum(param.numel() for param in whole)
     # Each rank gets at most one matrix of a part more than another.
-    assert max(counts) - min(counts) <= 3 * 240 * len(parts_of([param.shape for param in whole], len(counts)))
+    assert max(counts) - min(counts) <= 3 * 240 * len(parts_of([param.shape for param in whole], len(counts), 300))
     dist.destroy_process_group()
+
+
+def check_experts() -> list[int]:
+    """A step of a stack of large matrices; how many of them each rank orthogonalizes."""
+    dist.init_process_group("gloo")
+    mesh, size = init_device_mesh("cpu", (3,)), (264, 264)
+    whole = nn.Parameter(torch.randn(4, *size, generator=torch.Generator().manual_seed(1)).bfloat16())
+    part = nn.Parameter(shard(whole.detach().clone(), mesh, [Shard(0)]))
+    alone, shared = (Muon([param], lr=0.1, rounding="split") for param in (whole, part))
+    own = Counter(shared)
+    whole.grad = torch.randn(4, *size, generator=torch.Generator().manual_seed(2)).bfloat16()
+    part.grad = shard(whole.grad, mesh, [Shard(0)])
+    for optimizer in (alone, shared):
+        optimizer.step()
+    assert torch.equal(part.full_tensor(), whole)
+    return of_every_rank(own.elements // (264 * 264))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_that_hold_whole_experts_orthogonalize_their_own():
+    assert on_ranks(check_experts, 3) == [2, 2, 0]
 
 
 class Counter:

@@ -27,7 +27,7 @@ from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.algorithms import _newton_schulz as newton_schulz
 from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
-from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
+from hf_lowprec.optim.step import matrix_owners, orthogonalization, whole_tensor_quantities
 from hf_lowprec.tools.estimate.activations import LiveMemory
 from tests.support.same_numbers import same_numbers
 
@@ -342,7 +342,7 @@ def test_a_batch_takes_memory_for_its_own_matrices_only(monkeypatch):
     elements = 64 * 64
     monkeypatch.setattr(orthogonalization, "_BATCH", 4 * elements)
     few_elements_at_once(1024, monkeypatch)  # FP32 values of few elements
-    monkeypatch.setattr(orthogonalization, "parts_of", lambda shapes, ranks: [range(len(shapes))])
+    monkeypatch.setattr(matrix_owners, "parts_of", lambda shapes, ranks, most: [range(len(shapes))])
     tables = 4096
     assert peak([(64, 64)] * 12) <= 2 * 12 * elements + 4 * 8 * elements + tables
 

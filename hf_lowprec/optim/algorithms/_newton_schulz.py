@@ -13,6 +13,8 @@ from torch import Tensor
 
 _SMALL = 1 << 16
 """Elements of a matrix up to which a CPU needs less time for a stack at once than for one matrix after the other."""
+_STACK_ON_CPU, _STACK = 1 << 18, 1 << 22
+"""Elements of a stack of matrices that are multiplied at once on a CPU, and elsewhere: enough to keep it busy."""
 _PANEL = 256
 """Rows of a symmetric product that are computed together, at least; fewer take longer than they save."""
 _PANELS = 8
@@ -32,10 +34,11 @@ def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], step
         BF16 tensor of the same shape.
     """
     on_cpu = matrix.device.type == "cpu"
-    if on_cpu and matrix.ndim == 3 and matrix.shape[1:].numel() > _SMALL:
+    if matrix.ndim == 3 and (size := matrices_at_once(matrix.shape[1:], matrix.device)) < max(len(matrix), 2):
         found = torch.empty_like(matrix)
-        for single, result in zip(matrix, found, strict=True):
-            result.copy_(newton_schulz(single, coefficients, steps, eps))
+        parts = (matrix, found) if size == 1 else (matrix.split(size), found.split(size))
+        for part, result in zip(*parts, strict=True):
+            result.copy_(newton_schulz(part, coefficients, steps, eps))
         return found
     a, b, c = coefficients
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -82,6 +85,17 @@ def _panels(rows: int) -> list[tuple[int, int]]:
     """The first row of each panel, and the one after its last."""
     size = max(_PANEL, -(-rows // _PANELS))
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def matrices_at_once(shape: torch.Size, device: torch.device) -> int:
+    """How many matrices of `shape` are multiplied at once, if they are a stack: its first ones, the next ones, …
+
+    So parts of a stack that begin and end there, or where the stack ends, get the bits that they get in the whole.
+    """
+    on_cpu, elements = device.type == "cpu", max(shape.numel(), 1)
+    if on_cpu and elements > _SMALL:
+        return 1
+    return max(1, (_STACK_ON_CPU if on_cpu else _STACK) // elements)
 
 
 def batch_keeps_bits(count: int, shape: torch.Size, device: torch.device) -> bool:

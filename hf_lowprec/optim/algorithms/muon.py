@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup, Step, Values
 from hf_lowprec.optim.algorithms._hidden_matrices import split_group
-from hf_lowprec.optim.algorithms._newton_schulz import batch_keeps_bits, newton_schulz
+from hf_lowprec.optim.algorithms._newton_schulz import batch_keeps_bits, matrices_at_once, newton_schulz
 from hf_lowprec.optim.algorithms.adamw import AdamW
 from hf_lowprec.optim.arguments import Argument, Shared
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
@@ -39,7 +39,8 @@ class Muon(AdamW):
     `param_groups` may have more groups than were passed.
 
     A three-dimensional parameter is a stack of matrices, such as the experts of a layer. Newton–Schulz runs in BF16.
-    Under FSDP2, every rank gathers the momentum of each matrix in BF16 and orthogonalizes the full matrix.
+    Under FSDP2, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered in BF16 and
+    orthogonalized on one rank, as a single process would, and the result is sent back while the next ones are computed.
 
     States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
     by default. `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
@@ -160,6 +161,7 @@ class Muon(AdamW):
         return momentum * scalars.momentum + grad * scalars.gain if nesterov else momentum
 
     batch_keeps_bits = staticmethod(batch_keeps_bits)
+    matrices_at_once = staticmethod(matrices_at_once)
 
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         """Newton–Schulz iteration: bring all singular values of `matrix` (BF16, or a stack) close to 1."""

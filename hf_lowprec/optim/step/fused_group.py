@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_lowprec.once import cached_property
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
-from hf_lowprec.optim.step.matrix_owners import MatrixOwners, cost, owners_of
+from hf_lowprec.optim.step.matrix_owners import MatrixOwners, cost
 from hf_lowprec.optim.step.matrix_tiles import MeanVectors
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, StepScalars
@@ -72,6 +72,7 @@ class FusedGroup:
         new_means: the new values of the entries' `means`, one after the other, by dimension. Only during a step.
         lr_scales: `lr_scale` of each entry, for algorithms that orthogonalize: as numbers, and as an FP32 tensor of
             shape (entries, 1) on `device`. None before the first step.
+        matrix_owners: who orthogonalizes the entries. None before the first step.
         matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
             that are not stepped at the same time share memory. None except while matrices are stepped.
     """
@@ -103,6 +104,7 @@ class FusedGroup:
         self.enabled: Tensor | None = None
         self.per_param_scalars: Tensor | None = None
         self.lr_scales: tuple[list[float], Tensor] | None = None
+        self.matrix_owners: MatrixOwners | None = None
         self.matrix_slots: list[Tensor] | None = None
         self.new_means: dict[int, Tensor] = {}
 
@@ -127,11 +129,6 @@ class FusedGroup:
     def count_step(self) -> None:
         """Count the step that was taken."""
         self.step_scalars.count_step(self.enabled)
-
-    @cached_property
-    def matrix_owners(self) -> MatrixOwners | None:
-        """The ranks that share the orthogonalization of the entries; None if this rank is alone."""
-        return owners_of([entry.param for entry in self.entries])
 
     @cached_property
     def full_sizes(self) -> Tensor:

@@ -6,7 +6,7 @@ model. Each sharded matrix is orthogonalized by one rank (`matrix_owners.py`), s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, cast
 
 import torch
@@ -16,7 +16,7 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, Formula, ParamGroup
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup
 from hf_lowprec.optim.step.fused_step import momentum_matrix
-from hf_lowprec.optim.step.matrix_owners import assign_owners
+from hf_lowprec.optim.step.matrix_owners import MatrixOwners
 from hf_lowprec.optim.step.whole_tensor_quantities import chunk_size
 
 _BATCH = 1 << 18
@@ -41,6 +41,9 @@ class MatrixAlgorithm(Protocol):
     def batch_keeps_bits(self, count: int, shape: torch.Size, device: torch.device) -> bool:
         """Return whether `count` matrices of `shape` are orthogonalized to the same bits as a stack and one by one."""
 
+    def matrices_at_once(self, shape: torch.Size, device: torch.device) -> int:
+        """How many matrices of `shape` in a stack are orthogonalized at once, independently of all others."""
+
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
         """The factor of the learning rate for a parameter of `shape`."""
 
@@ -56,34 +59,27 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[r
     if not fused_group.spec.orthogonalizes:
         yield range(len(fused_group.entries))
         return
-    algorithm, entries, owners = cast(MatrixAlgorithm, optimizer), fused_group.entries, fused_group.matrix_owners
-    shapes = [entry.param.shape for entry in entries]
-    ranks = 1 if owners is None else owners.count
-    parts = parts_of(shapes, ranks)
+    algorithm, entries = cast(MatrixAlgorithm, optimizer), fused_group.entries
+    owners = _owners(algorithm, fused_group)
+    parts = owners.parts
     fused_group.per_param_scalars = _lr_scales(algorithm, fused_group)
-    fused_group.matrix_slots = slots = _matrix_slots(fused_group, parts)
+    fused_group.matrix_slots = slots = _matrix_slots(fused_group, owners)
     backend_step.release_tables()  # they may hold no addresses of these slots yet
-    assigned = assign_owners(shapes, parts, ranks, first=entries[0].number)
 
     def begin(part: range) -> Callable[[], dict[int, Tensor]]:
-        """Send the momentum matrices of a part to their owners. Returns what gives those that this rank owns."""
+        """Compute the momentum matrices of a part, and send them to their owners."""
+        for k in part:
+            _compute_momentum_matrix(slots[k], algorithm, fused_group, k)
+        return owners.gather({k: slots[k] for k in part})
 
-        def momentum_matrices() -> dict[int, Tensor]:
-            for k in part:
-                _compute_momentum_matrix(slots[k], algorithm, fused_group, k)
-            return {k: slots[k] for k in part}
-
-        return momentum_matrices if owners is None else owners.gather(assigned, momentum_matrices())
-
-    matrices = begin(parts[0])
+    begun: list[Callable[[], dict[int, Tensor]]] = []
     for number, part in enumerate(parts):
-        owned = matrices()
-        if number + 1 < len(parts):
-            matrices = begin(parts[number + 1])  # so that shards are sent while this part is orthogonalized
+        # The next part is sent while this one is orthogonalized.
+        begun += map(begin, parts[number + len(begun) : number + (2 if owners.count > 1 else 1)])
+        owned = begun.pop(0)()
         for batch in _batches(fused_group, owned):
             _orthogonalize([owned[k] for k in batch], algorithm, entries[batch[0]].group)
-        if owners is not None:
-            owners.scatter(assigned, owned, {k: slots[k] for k in part})
+        owners.scatter(owned, {k: slots[k] for k in part})
         del owned
         for k in part:
             entries[k].orthogonalized = slots[k]
@@ -93,42 +89,36 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[r
     fused_group.matrix_slots = None
 
 
-def parts_of(shapes: Sequence[torch.Size], ranks: int) -> list[range]:
-    """Consecutive matrices with at most `CHUNK` elements together, or one per rank with more.
-
-    Args:
-        shapes: of the matrices, the most expensive first. So the part whose temporaries take most memory is the first:
-            running out of memory leaves all weights of the group unchanged.
-        ranks: how many share the work.
-    """
-    parts, first, total = list[range](), 0, 0
-    for k, size in enumerate(map(torch.Size.numel, shapes)):
-        if k >= first + ranks and total + size > CHUNK:
-            parts.append(range(first, k))
-            first, total = k, 0
-        total += size
-    return [*parts, range(first, len(shapes))]
+def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup) -> MatrixOwners:
+    """Who orthogonalizes the matrices of a group; the same in all steps."""
+    if fused_group.matrix_owners is None:
+        entries, device = fused_group.entries, fused_group.device
+        fused_group.matrix_owners = MatrixOwners(
+            [entry.param for entry in entries],
+            CHUNK,
+            lambda shape: optimizer.matrices_at_once(shape, device),
+            first=entries[0].number,
+        )
+    return fused_group.matrix_owners
 
 
-def _matrix_slots(fused_group: FusedGroup, parts: Sequence[range]) -> list[Tensor]:
+def _matrix_slots(fused_group: FusedGroup, owners: MatrixOwners) -> list[Tensor]:
     """Uninitialized BF16 tensors of the shapes of the entries' weights; parts share their memory.
 
-    With owners, only every second part does, since the next part is sent while one is orthogonalized.
+    If ranks share the work, only every second part does, since the next part is sent while one is orthogonalized.
     """
-    weights, starts = fused_group.weights, [0, 0]
-    offsets, ends = [0] * len(weights), list[int]()
-    for part in parts:
+    weights, ends = fused_group.weights, list[int]()
+    offsets = [0] * len(weights)
+    for part in owners.parts:
         end = 0
         for k in part:
             offsets[k] = end
             end += -(-weights[k].numel() // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         ends.append(end)
-    if fused_group.matrix_owners is not None and len(parts) > 1:
-        starts[1] = max(ends)
-        for part in parts[1::2]:
-            for k in part:
-                offsets[k] += starts[1]
-    memory = torch.empty(starts[1] + max(ends), dtype=torch.bfloat16, device=fused_group.device)
+    second = max(ends) if owners.count > 1 and len(ends) > 1 else 0
+    for k in (k for part in owners.parts[1::2] for k in part):
+        offsets[k] += second
+    memory = torch.empty(second + max(ends), dtype=torch.bfloat16, device=fused_group.device)
     return [
         memory[offset : offset + weight.numel()].view(weight.shape)
         for offset, weight in zip(offsets, weights, strict=True)

@@ -151,7 +151,7 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
 
     Only algorithms that orthogonalize matrices or factor second moments need any worth mentioning; the others update
     weights in place. Their part of a step runs here on the meta device, so what is counted is what the step does.
-    Under FSDP2, a GPU that steps its shards of Muon's matrices needs as much, since it gathers each matrix.
+    GPUs that share Muon's matrices each need as much, and hold up to four matrices more in BF16 while they are sent.
 
     Args:
         optimizer: the optimizer; its parameters may be on the meta device.
