@@ -6,10 +6,12 @@ Steps on shards of all kinds are in `test_sharded_steps.py`.
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Size, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+import hf_lowprec
 from hf_lowprec import Muon
 from hf_lowprec.optim.sharding import set_replicas
 from hf_lowprec.optim.step import orthogonalization
@@ -17,7 +19,8 @@ from hf_lowprec.optim.step.fused_group import CHUNK
 from hf_lowprec.optim.step.matrix_owners import assign_owners, cost, parts_of
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import on_ranks
-from tests.support.processes.shards import of_every_rank, shard
+from tests.support.processes.shards import digest, of_every_rank, shard
+from tests.support.training.tiny_trainer import llama
 
 LLAMA_8B = [Size(shape) for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]]
 """The matrices of one of its 32 layers."""
@@ -105,6 +108,29 @@ def check_experts() -> list[int]:
 @pytest.mark.distributed
 def test_ranks_that_hold_whole_experts_orthogonalize_their_own():
     assert on_ranks(check_experts, 3) == [2, 2, 0]
+
+
+def check_accelerate() -> list[int]:
+    """A step under DDP; how many elements each rank orthogonalizes."""
+    accelerator, model = Accelerator(cpu=True), llama()
+    hf_lowprec.prepare_accelerator(accelerator)
+    hf_lowprec.cast_model(model)
+    matrices = hf_lowprec.hidden_matrices(model)
+    optimizer = Muon(model.parameters(), lr=0.1, rounding="split", matrices=matrices)
+    model, prepared = accelerator.prepare(model, optimizer)
+    own = Counter(optimizer)
+    tokens = torch.arange(8)[None] + accelerator.process_index
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    prepared.step()
+    assert len({*of_every_rank(digest(model.parameters(), optimizer))}) == 1
+    return [sum(matrix.numel() for matrix in matrices), *of_every_rank(own.elements)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_accelerate_makes_ddp_share_the_work():
+    total, *counts = on_ranks(check_accelerate, 2)
+    assert sum(counts) == total and min(counts) > 0.4 * total
 
 
 class Counter:
