@@ -168,7 +168,9 @@ class FusedGroupUpdates:
 
     def _orthogonalized(self) -> Tensor:
         """The samples of the orthogonalized matrices, which are computed part by part; FP32."""
-        parts, entries = parts_to_step(self._optimizer, self._backend_step), self._fused_group.entries
+        entries = self._fused_group.entries
+        # Replicas may not measure this step, so nothing is computed with them.
+        parts = parts_to_step(self._optimizer, self._backend_step, alone=True)
         rows = {k: self._samples.gather_row(k, entries[k].tensors[ORTHOGONALIZED]) for part in parts for k in part}
         return torch.stack([rows[k] for k in range(len(entries))]).float()
 

@@ -8,7 +8,7 @@ parameters (`FlatPart`). Every function also accepts plain tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,6 +76,18 @@ class ShardLayout(NamedTuple):
             full[place] = shard[local]
 
 
+class Replicas(NamedTuple):
+    """Ranks that step the same tensors.
+
+    Attributes:
+        group: the ranks.
+        are_equal: whether they have the same gradients.
+    """
+
+    group: ProcessGroup
+    are_equal: Callable[[], bool]
+
+
 class FlatPart(NamedTuple):
     """The elements of a parameter that a 1-D tensor holds: a range of the flattened parameter, as DeepSpeed cuts it.
 
@@ -113,16 +125,22 @@ def part_of(tensor: Tensor) -> FlatPart:
     return part
 
 
-def set_replicas(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
-    """Say that all ranks of `group` step the same plain `tensors` with the same gradients, as under DDP."""
+def set_replicas(tensors: Iterable[Tensor], group: ProcessGroup, are_equal: Callable[[], bool]) -> None:
+    """Say that the ranks of `group` step the same plain `tensors` with the same gradients, as under DDP.
+
+    Args:
+        tensors: the parameters.
+        group: the ranks.
+        are_equal: whether that is so in the coming step.
+    """
     for tensor in tensors:
-        _REPLICAS[tensor] = group
+        _REPLICAS[tensor] = Replicas(group, are_equal)
 
 
-def replicas_of(tensor: Tensor) -> ProcessGroup | None:
-    """The ranks that step the same plain `tensor`, if `set_replicas` has named them."""
-    group: ProcessGroup | None = _REPLICAS.get(tensor)
-    return group
+def replicas_of(tensor: Tensor) -> Replicas | None:
+    """The other ranks that take the coming step of the same plain `tensor`, if there are any."""
+    found: Replicas | None = _REPLICAS.get(tensor)
+    return found if found is not None and found.group.size() > 1 and found.are_equal() else None
 
 
 def full_shape(tensor: Tensor) -> torch.Size:

@@ -19,7 +19,12 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction.collectives import ScratchBuffers, all_gather, explain_lost_rank
-from hf_lowprec.reduction.private_torch_apis import comm_hook_states, forget_comm_hooks, leave_gradients_to_hook
+from hf_lowprec.reduction.private_torch_apis import (
+    comm_hook_states,
+    forget_comm_hooks,
+    joins_ranks,
+    leave_gradients_to_hook,
+)
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 
 CHUNK_BYTES = 64 * 2**20
@@ -239,6 +244,11 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
         model.__class__ = FP32MeanDDP
         model.averager = averager  # type: ignore[assignment]
     return averager
+
+
+def averages_gradients(model: DistributedDataParallel) -> bool:
+    """Return whether DDP averages gradients over all ranks: not in `no_sync`, nor if ranks may run out of inputs."""
+    return bool(model.require_backward_grad_sync) and not joins_ranks(model)
 
 
 def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans, argument: str) -> None:

@@ -25,6 +25,11 @@ def names_ignored_by_ddp(module: nn.Module) -> Collection[str]:
     return getattr(module, _IGNORED_BY_DDP, ())
 
 
+def joins_ranks(model: DistributedDataParallel) -> bool:
+    """Return whether `model` is in a `torch.distributed.algorithms.Join`, where ranks may run out of inputs."""
+    return bool(model._join_config.enable)
+
+
 def forget_comm_hooks(model: DistributedDataParallel) -> None:
     """Empty the list in which `model` records its communication hooks, so that it accepts another one."""
     model._comm_hooks.clear()

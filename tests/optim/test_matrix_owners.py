@@ -3,6 +3,8 @@
 Steps on shards of all kinds are in `test_sharded_steps.py`.
 """
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,13 +12,15 @@ from accelerate import Accelerator
 from torch import Size, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_lowprec
 from hf_lowprec import Muon
 from hf_lowprec.optim.sharding import set_replicas
-from hf_lowprec.optim.step import orthogonalization
+from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
 from hf_lowprec.optim.step.fused_group import CHUNK
-from hf_lowprec.optim.step.matrix_owners import assign_owners, cost, parts_of
+from hf_lowprec.optim.step.matrix_owners import assign_owners, assign_replicas, cost, parts_of
+from hf_lowprec.tools.estimate.activations import LiveMemory
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import on_ranks
 from tests.support.processes.shards import digest, of_every_rank, shard
@@ -26,24 +30,29 @@ LLAMA_8B = [Size(shape) for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [
 """The matrices of one of its 32 layers."""
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(1, 1), (2, 1.01), (8, 1.01), (64, 1.12)])
-def test_ranks_get_equal_shares_of_a_large_model(ranks, most):
+@pytest.mark.parametrize(("ranks", "replicas", "most"), [
+    (1, 1, 1), (2, 1, 1.01), (8, 1, 1.01), (64, 1, 1.12), (1, 8, 1.01), (1, 64, 1.3), (8, 8, 1.3)
+])  # fmt: skip
+def test_ranks_get_equal_shares_of_a_large_model(ranks, replicas, most):
     """Work and elements of the busiest rank, relative to an equal share; no more matrices of a part than ranks."""
-    shapes = sorted(32 * LLAMA_8B, key=cost, reverse=True)
-    parts = parts_of(shapes, ranks, CHUNK)
-    owners = assign_owners(shapes, parts, ranks, first=5)
+    shapes = sorted(32 * LLAMA_8B, key=Size.numel, reverse=True)
+    parts = parts_of(shapes, ranks, replicas, CHUNK)
+    rounds = assign_replicas(shapes, parts, replicas, first=5)
+    owners = assign_owners(shapes, rounds, ranks, first=5)
     for measure in (cost, Size.numel):
-        shares = [
-            sum(measure(shape) for shape, owner in zip(shapes, owners, strict=True) if owner == k) for k in range(ranks)
-        ]
-        assert max(shares) <= most * sum(shares) / ranks
-    assert {k for part in parts for k in part} == set(range(len(shapes)))
+        shares = dict.fromkeys(product(range(replicas), range(ranks)), 0)
+        for replica, part in (item for parts in rounds for item in parts.items()):
+            for k in part:
+                shares[replica, owners[k]] += measure(shapes[k])
+        assert max(shares.values()) <= most * sum(shares.values()) / len(shares)
+    assert sorted(k for parts in rounds for part in parts.values() for k in part) == list(range(len(shapes)))
     assert max(map(len, parts)) <= ranks
 
 
 def test_with_more_ranks_than_matrices_each_gets_one():
-    owners = assign_owners(32 * LLAMA_8B, parts_of(32 * LLAMA_8B, 512, CHUNK), 512)
-    assert len(set(owners)) == 224
+    shapes = 32 * LLAMA_8B
+    rounds = assign_replicas(shapes, parts_of(shapes, 512, 1, CHUNK), 1)
+    assert len(set(assign_owners(shapes, rounds, 512))) == 224
 
 
 SHAPES = [(20, 12), (12, 20), (20, 12), (9, 7), (3, 8, 8), (20, 12), (1, 5), (12, 20), (6, 6)]
@@ -66,7 +75,7 @@ def check_owners(kind: str) -> None:
     whole = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES]
     if placements is None:
         parts = [nn.Parameter(param.detach().clone()) for param in whole]
-        set_replicas(parts, dist.group.WORLD)
+        set_replicas(parts, dist.group.WORLD, lambda: True)
     else:
         parts = [nn.Parameter(shard(param.detach().clone(), mesh, placements)) for param in whole]
     alone, shared = (Muon(params, lr=0.1, rounding="split") for params in (whole, parts))
@@ -83,8 +92,7 @@ def check_owners(kind: str) -> None:
         assert torch.equal(found, param), (kind, tuple(param.shape))
     counts = of_every_rank(own.elements)
     assert sum(counts) == 3 * sum(param.numel() for param in whole)
-    # Each rank gets at most one matrix of a part more than another.
-    assert max(counts) - min(counts) <= 3 * 240 * len(parts_of([param.shape for param in whole], len(counts), 300))
+    assert min(counts) > 0 and max(counts) <= sum(counts) / len(counts) + 3 * 2 * 240
     dist.destroy_process_group()
 
 
@@ -151,3 +159,23 @@ class Counter:
 @pytest.mark.parametrize("kind", MESHES)
 def test_each_matrix_has_one_owner_and_the_bits_of_one_process(kind):
     on_ranks(check_owners, torch.Size(MESHES[kind][0]).numel(), kind)
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_memory_does_not_grow_with_the_number_of_replicas(ranks, monkeypatch):
+    """Two slots of 2 bytes per element, and 8 bytes for the matrix that is orthogonalized."""
+    monkeypatch.setattr(orthogonalization, "CHUNK", 100)
+    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 100)  # FP32 values of few elements
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=ranks)
+    try:
+        params = [nn.Parameter(torch.ones(128, 128, dtype=torch.bfloat16)) for _ in range(40)]
+        set_replicas(params, dist.group.WORLD, lambda: True)
+        optimizer = Muon(params, rounding="stochastic", backend="native")
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        with LiveMemory() as memory:
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    assert memory.peak <= 12 * 128 * 128 + 1024 * len(params)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -10,9 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.reduction import reduce_scatter_in_fp32
+from hf_lowprec.reduction.ddp import averages_gradients
 from hf_lowprec.reduction.private_torch_apis import (
     comm_hook_states,
     forget_comm_hooks,
+    joins_ranks,
     leave_gradients_to_hook,
     meshes_beside,
     names_ignored_by_ddp,
@@ -48,6 +51,15 @@ def test_ddp_records_its_hooks_in_a_list(one_rank):
     assert len(model._comm_hooks) == 1, HERE
     forget_comm_hooks(model)
     assert model._comm_hooks == []
+
+
+def test_ddp_knows_whether_ranks_are_joined(one_rank):
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert averages_gradients(model) and not joins_ranks(model), HERE
+    with model.no_sync():
+        assert not averages_gradients(model)
+    with Join([model]):
+        assert joins_ranks(model) and not averages_gradients(model), HERE
 
 
 def test_symmetric_memory_reaches_the_reduce_scatter_of_sums_alone(two_fake_ranks, monkeypatch):

@@ -35,7 +35,8 @@ from hf_lowprec.optim.gradients.collector import collector_of
 from hf_lowprec.optim.param_groups import params_of, unwrap_optimizer
 from hf_lowprec.optim.sharding import set_replicas
 from hf_lowprec.reduction import fsdp2
-from hf_lowprec.reduction.ddp import reduce_in_fp32
+from hf_lowprec.reduction.compare_ranks import synchronized_parameters
+from hf_lowprec.reduction.ddp import averages_gradients, reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import Reduction, reduce_scatter_in_fp32
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.private_torch_apis import set_policy
@@ -291,12 +292,19 @@ def _prepare_model(original: Callable, accelerator: Any, model: nn.Module, *args
     for module in prepared.modules():
         if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
             averager = reduce_in_fp32(module)
-            set_replicas(module.parameters(), module.process_group)
+            synchronized = (param for _, param in synchronized_parameters(module))
+            set_replicas(synchronized, module.process_group, functools.partial(_is_averaging, weakref.ref(module)))
             averager.on_last_bucket = None if accumulator is None else accumulator.restart
             status.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
     _forbid_later_cast(model)
     prepared_models.update((model, prepared))
     return prepared
+
+
+def _is_averaging(model: weakref.ref[DistributedDataParallel]) -> bool:
+    """Return whether a DDP model averages the gradients of all ranks: not in `LocalSGD` or `join_uneven_inputs`."""
+    found = model()
+    return found is not None and averages_gradients(found)
 
 
 def _prepare_optimizer(original: Callable, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.once import cached_property
-from hf_lowprec.optim.sharding import Sharding
+from hf_lowprec.optim.sharding import Replicas, Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
-from hf_lowprec.optim.step.matrix_owners import MatrixOwners, cost
+from hf_lowprec.optim.step.matrix_owners import MatrixOwners
 from hf_lowprec.optim.step.matrix_tiles import MeanVectors
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, StepScalars
@@ -58,7 +58,7 @@ class FusedGroup:
         spec: what is computed.
         device: where.
         sharding: over which ranks the parameters are sharded, or None.
-        entries: the parameters; those that are orthogonalized, the most expensive first.
+        entries: the parameters; those that are orthogonalized, the largest first.
         weights: the entries' `weight`, which a step writes to.
         segments: the static tables of the entries' elements.
         step_scalars: computes the scalars of a step.
@@ -72,7 +72,7 @@ class FusedGroup:
         new_means: the new values of the entries' `means`, one after the other, by dimension. Only during a step.
         lr_scales: `lr_scale` of each entry, for algorithms that orthogonalize: as numbers, and as an FP32 tensor of
             shape (entries, 1) on `device`. None before the first step.
-        matrix_owners: who orthogonalizes the entries. None before the first step.
+        matrix_owners: which ranks share the entries, and which of them orthogonalizes each. None before the first step.
         matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
             that are not stepped at the same time share memory. None except while matrices are stepped.
     """
@@ -89,7 +89,7 @@ class FusedGroup:
         self.device = device
         self.sharding = sharding
         if spec.orthogonalizes:
-            entries = sorted(entries, key=lambda entry: cost(entry.param.shape), reverse=True)
+            entries = sorted(entries, key=lambda entry: entry.param.numel(), reverse=True)
         self.entries = entries
         self.weights = [entry.weight for entry in entries]
         self.segments = Segments(spec, entries)
@@ -104,7 +104,7 @@ class FusedGroup:
         self.enabled: Tensor | None = None
         self.per_param_scalars: Tensor | None = None
         self.lr_scales: tuple[list[float], Tensor] | None = None
-        self.matrix_owners: MatrixOwners | None = None
+        self.matrix_owners: tuple[Sharding | Replicas | None, MatrixOwners] | None = None
         self.matrix_slots: list[Tensor] | None = None
         self.new_means: dict[int, Tensor] = {}
 

@@ -6,13 +6,14 @@ model. Each sharded matrix is orthogonalized by one rank (`matrix_owners.py`), s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, Formula, ParamGroup
+from hf_lowprec.optim.sharding import Replicas, Sharding, replicas_of
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup
 from hf_lowprec.optim.step.fused_step import momentum_matrix
@@ -48,81 +49,108 @@ class MatrixAlgorithm(Protocol):
         """The factor of the learning rate for a parameter of `shape`."""
 
 
-def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[range]:
+def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool = False) -> Iterator[range]:
     """Yield the entries of a fused group in parts, each of which must be stepped before the next one is asked for.
 
-    A group that orthogonalizes yields one matrix at a time, or several small ones with at most `CHUNK` elements, after
-    it has computed the orthogonalized matrices of these entries; the next part overwrites them. Other groups yield all
-    entries at once. Called after `compute_tensor_means`.
+    A group that orthogonalizes yields a few matrices at a time, after it has computed their orthogonalized momentum,
+    which a later part overwrites. Other groups yield all entries at once. Called after `compute_tensor_means`.
+
+    Args:
+        optimizer: the optimizer.
+        backend_step: of the group.
+        alone: do not share the work with replicas, which do not call this.
     """
     fused_group = backend_step.fused_group
     if not fused_group.spec.orthogonalizes:
         yield range(len(fused_group.entries))
         return
     algorithm, entries = cast(MatrixAlgorithm, optimizer), fused_group.entries
-    owners = _owners(algorithm, fused_group)
-    parts = owners.parts
+    owners = _owners(algorithm, fused_group, alone)
     fused_group.per_param_scalars = _lr_scales(algorithm, fused_group)
-    fused_group.matrix_slots = slots = _matrix_slots(fused_group, owners)
+    slots = _MatrixSlots(fused_group, owners)
+    fused_group.matrix_slots = slots.tensors
     backend_step.release_tables()  # they may hold no addresses of these slots yet
 
-    def begin(part: range) -> Callable[[], dict[int, Tensor]]:
-        """Compute the momentum matrices of a part, and send them to their owners."""
-        for k in part:
-            _compute_momentum_matrix(slots[k], algorithm, fused_group, k)
-        return owners.gather({k: slots[k] for k in part})
+    def begin(parts: Mapping[int, range]) -> Callable[[], dict[int, Tensor]]:
+        """Compute the momentum of this replica's part of a round, and send it to the owners."""
+        own = slots.of(parts.get(owners.replica, range(0)))
+        for k, slot in own.items():
+            _compute_momentum_matrix(slot, algorithm, fused_group, k)
+        return owners.gather(own)
 
     begun: list[Callable[[], dict[int, Tensor]]] = []
-    for number, part in enumerate(parts):
+    for number, parts in enumerate(owners.rounds):
         # The next part is sent while this one is orthogonalized.
-        begun += map(begin, parts[number + len(begun) : number + (2 if owners.count > 1 else 1)])
-        owned = begun.pop(0)()
-        for batch in _batches(fused_group, owned):
-            _orthogonalize([owned[k] for k in batch], algorithm, entries[batch[0]].group)
-        owners.scatter(owned, {k: slots[k] for k in part})
-        del owned
-        for k in part:
-            entries[k].orthogonalized = slots[k]
-        yield part
-        for k in part:
-            entries[k].orthogonalized = None
+        begun += map(begin, owners.rounds[number + len(begun) : number + (2 if owners.sends_shards else 1)])
+        matrices = begun.pop(0)()
+        for batch in _batches(fused_group, matrices):
+            _orthogonalize([matrices[k] for k in batch], algorithm, entries[batch[0]].group)
+        for replica, part in parts.items():
+            if replica == owners.replica:
+                owners.scatter(matrices, slots.of(part))
+                matrices.clear()
+            owners.broadcast(slots.memory_of(part), replica)
+            for k in part:
+                entries[k].orthogonalized = slots.tensors[k]
+            yield part
+            for k in part:
+                entries[k].orthogonalized = None
     fused_group.matrix_slots = None
 
 
-def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup) -> MatrixOwners:
-    """Who orthogonalizes the matrices of a group; the same in all steps."""
-    if fused_group.matrix_owners is None:
-        entries, device = fused_group.entries, fused_group.device
-        fused_group.matrix_owners = MatrixOwners(
-            [entry.param for entry in entries],
-            CHUNK,
-            lambda shape: optimizer.matrices_at_once(shape, device),
-            first=entries[0].number,
-        )
-    return fused_group.matrix_owners
+def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, alone: bool) -> MatrixOwners:
+    """Who orthogonalizes the matrices of a group; the same in all steps that are shared alike."""
+    entries, device = fused_group.entries, fused_group.device
+    shared: Sharding | Replicas | None = fused_group.sharding
+    if shared is None and not alone:
+        found = {replicas_of(entry.param) for entry in entries}
+        shared = found.pop() if len(found) == 1 else None
+    if fused_group.matrix_owners is None or fused_group.matrix_owners[0] != shared:
+        matrices, first = [entry.param for entry in entries], entries[0].number
+        at_once = lambda shape: optimizer.matrices_at_once(shape, device)  # noqa: E731
+        fused_group.matrix_owners = shared, MatrixOwners(matrices, shared, CHUNK, at_once, first)
+    return fused_group.matrix_owners[1]
 
 
-def _matrix_slots(fused_group: FusedGroup, owners: MatrixOwners) -> list[Tensor]:
-    """Uninitialized BF16 tensors of the shapes of the entries' weights; parts share their memory.
+class _MatrixSlots:
+    """Uninitialized BF16 tensors of the shapes of the entries' weights, of which parts share the memory.
 
-    If ranks share the work, only every second part does, since the next part is sent while one is orthogonalized.
+    This replica's parts have one place, or two in turn if the next one is sent while one is orthogonalized. The parts
+    of other replicas have another place.
+
+    Attributes:
+        tensors: one of each entry.
     """
-    weights, ends = fused_group.weights, list[int]()
-    offsets = [0] * len(weights)
-    for part in owners.parts:
-        end = 0
-        for k in part:
-            offsets[k] = end
-            end += -(-weights[k].numel() // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        ends.append(end)
-    second = max(ends) if owners.count > 1 and len(ends) > 1 else 0
-    for k in (k for part in owners.parts[1::2] for k in part):
-        offsets[k] += second
-    memory = torch.empty(second + max(ends), dtype=torch.bfloat16, device=fused_group.device)
-    return [
-        memory[offset : offset + weight.numel()].view(weight.shape)
-        for offset, weight in zip(offsets, weights, strict=True)
-    ]
+
+    def __init__(self, fused_group: FusedGroup, owners: MatrixOwners) -> None:
+        weights = fused_group.weights
+        self._starts, ends = [0] * len(weights), list[int]()
+        self._sizes = [-(-weight.numel() // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT for weight in weights]
+        places = {}
+        for number, parts in enumerate(owners.rounds):
+            for replica, part in parts.items():
+                end = 0
+                for k in part:
+                    self._starts[k] = end
+                    end += self._sizes[k]
+                    places[k] = 2 if replica != owners.replica else number % 2 * owners.sends_shards
+                ends.append(end)
+        order = sorted({*places.values()})
+        for k, place in places.items():
+            self._starts[k] += order.index(place) * max(ends)
+        self._memory = torch.empty(len(order) * max(ends), dtype=torch.bfloat16, device=fused_group.device)
+        self.tensors = [
+            self._memory[start : start + weight.numel()].view(weight.shape)
+            for start, weight in zip(self._starts, weights, strict=True)
+        ]
+
+    def of(self, part: range) -> dict[int, Tensor]:
+        """The slots of a part, by the positions of its entries."""
+        return {k: self.tensors[k] for k in part}
+
+    def memory_of(self, part: range) -> Tensor:
+        """The memory of the slots of a part, one after the other."""
+        return self._memory[self._starts[part[0]] : self._starts[part[-1]] + self._sizes[part[-1]]]
 
 
 def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
