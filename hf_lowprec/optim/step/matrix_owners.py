@@ -43,7 +43,6 @@ class MatrixOwners:
         rounds: the matrices in the order of their steps: for each replica that takes part in a round, the ones that it
             owns, consecutive and stepped together.
         replica: this rank's, a position in a round.
-        alone: whether this rank has no others to share with.
 
     Args:
         matrices: the parameters in the order in which `parts_of` divides them: DTensors that are sharded over the same
@@ -90,8 +89,6 @@ class MatrixOwners:
             self._broadcasts = [_Broadcast(shared.group, line)]
         self._replicas = replicas
         self._own = self._ranks.index(dist.get_rank()) if shared is not None else 0
-        self.alone = len(self._ranks) == len(replicas) == 1
-
         shapes = [matrix.shape for matrix in matrices]
         parts = parts_of(shapes, len(self._ranks), len(replicas), max_elements)
         self.rounds = assign_replicas(shapes, parts, len(replicas), first)
