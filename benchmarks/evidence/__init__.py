@@ -21,6 +21,7 @@ EXPERIMENTS = (
     "forks",
     "learning-rates",
     "states",
+    "muon",
     "reinforcement",
     "applications",
     "peers",
