@@ -126,10 +126,9 @@ class Algorithm(torch.optim.Optimizer):
         """Return whether `update` takes `state.orthogonalized`, made from a whole matrix; see `MatrixAlgorithm`."""
         return False
 
-    def needs_whole_tensors(self, group: ParamGroup) -> bool:
-        """Return whether an element's step depends on other elements of its parameter."""
-        factored = any(state.factored for state in self.states(group))
-        return factored or bool(self.tensor_means(group)) or self.orthogonalizes(group)
+    def takes_means(self, group: ParamGroup) -> bool:
+        """Return whether an element's step depends on means over other elements of its parameter."""
+        return bool(self.tensor_means(group)) or any(state.factored for state in self.states(group))
 
     def momentum_decay(self, group: ParamGroup) -> float:
         """The decay rate β of the momentum that `feed_back` changes; 0 without one."""

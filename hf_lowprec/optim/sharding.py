@@ -57,21 +57,23 @@ class ShardLayout(NamedTuple):
     Attributes:
         shape: of the shard.
         blocks: which part of the shard is which part of the full tensor, as indices; strided placements have several.
+        is_flat: whether these are indices of the flattened full tensor.
     """
 
     shape: torch.Size
     blocks: list[tuple[tuple[slice, ...], tuple[slice, ...]]]
+    is_flat: bool = False
 
     def cut(self, full: Tensor) -> Tensor:
         """The contiguous shard of the tensor `full`."""
-        shard = full.new_empty(self.shape)
+        shard, full = full.new_empty(self.shape), full.view(-1) if self.is_flat else full
         for local, place in self.blocks:
             shard[local] = full[place]
         return shard
 
     def paste(self, shard: Tensor, full: Tensor) -> None:
         """Copy `shard`, flat or of the shard's shape, to its place in `full`."""
-        shard = shard.view(self.shape)
+        shard, full = shard.view(self.shape), full.view(-1) if self.is_flat else full
         for local, place in self.blocks:
             full[place] = shard[local]
 
@@ -96,12 +98,16 @@ class FlatPart(NamedTuple):
         name: the parameter's name in the model.
         shape: the parameter's shape.
         start: index of the range's first element in the parameter.
+        bounds: where the ranges of all ranks begin, in the order of the ranks, and where the last one ends.
+        group: the ranks.
     """
 
     number: int
     name: str
     shape: torch.Size
     start: int
+    bounds: tuple[int, ...]
+    group: ProcessGroup
 
 
 _FLAT_PART = "_flat_part"
@@ -204,8 +210,13 @@ def dtensor_like(
 def shard_layout(tensor: Tensor, coordinate: Sequence[int] | None = None) -> ShardLayout:
     """The layout of the shard of a DTensor on the rank at `coordinate` of its mesh; by default, on this one.
 
-    A plain tensor is its own shard on every rank.
+    For a part of a flattened parameter, `coordinate` is the rank in its group. Any other plain tensor is its own shard
+    on every rank.
     """
+    if part := flat_part(tensor):
+        (rank,) = (part.group.rank(),) if coordinate is None else coordinate
+        begin, end = part.bounds[rank : rank + 2]
+        return ShardLayout(torch.Size([end - begin]), [((slice(end - begin),), (slice(begin, end),))], is_flat=True)
     indices = [_local_indices(tensor, dim, coordinate) for dim in range(tensor.dim())]
     blocks = [
         (

@@ -100,7 +100,7 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     for name, value in group.items():
         if name in arguments:
             arguments[name].check(name, value, place)
-    if optimizer.offload_states and optimizer.needs_whole_tensors(group):
+    if optimizer.offload_states and (optimizer.takes_means(group) or optimizer.orthogonalizes(group)):
         raise ValueError(
             f"{type(optimizer).__name__} needs whole tensors, so offload_states=True cannot step it; use AdamW or Adam "
             "without factored=True, RAdam, Lion, Adan or SGD"

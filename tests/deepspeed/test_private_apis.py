@@ -20,7 +20,7 @@ NAMES = {
     },
     3: {
         *BOTH,
-        *("_get_norm_groups", "_get_param_partition_group", "_get_sub_group_partition_rank"),
+        *("_get_norm_groups", "_get_param_partition_group", "_get_sub_group_process_group"),
         *("fp16_groups", "fp16_partitioned_groups_flat"),
         *("fp32_partitioned_groups_flat", "gradient_accumulation_dtype", "sub_group_to_group_id"),
         "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",

@@ -34,7 +34,7 @@ MODELS = {
 FACTORS: dict[str, tuple[Any, ...]] = {
     "ranks": RANKS,
     "stage": (1, 2, 3),
-    "algorithm": ("AdamW", "SGD", "Lion", "Adan"),
+    "algorithm": ("AdamW", "SGD", "Lion", "Adan", "Muon"),
     "rounding": ("split", "kahan", "stochastic"),
     "state_dtype": (None, torch.float32, torch.int8),
     "model": tuple(MODELS),
@@ -63,8 +63,13 @@ def cases() -> list[dict[str, Any]]:
     """On two or three ranks every pair of values occurs; with HF_LOWPREC_EVERY_CASE, on all numbers every triple."""
     generator = random.Random(0)
     drawn = [{name: generator.choice(values) for name, values in FACTORS.items()} for _ in range(4000)]
-    # DeepSpeed's ZeRO 1 has FP32 weights when it accumulates in FP32.
-    drawn = [case for case in drawn if (case["stage"], case["accumulated"]) != (1, "fp32")]
+    # DeepSpeed's ZeRO 1 has FP32 weights when it accumulates in FP32. Muon does not offload states.
+    drawn = [
+        case
+        for case in drawn
+        if (case["stage"], case["accumulated"]) != (1, "fp32")
+        and (case["algorithm"], case["offload_states"]) != ("Muon", True)
+    ]
     if EVERY_CASE:
         return [drawn[k] for k in covering(drawn, 3)]
     few = [case for case in drawn if case["ranks"] < 4]
@@ -91,7 +96,9 @@ def build(case: dict[str, Any], state_dtype: torch.dtype | None, **options: Any)
         for number, param in enumerate(model.parameters()):
             param.requires_grad_(number % 5 != 1)
     hf_lowprec.cast_model(model)
-    more = {"momentum": 0.9} if case["algorithm"] == "SGD" else {}
+    more: dict[str, Any] = {"momentum": 0.9} if case["algorithm"] == "SGD" else {}
+    if case["algorithm"] == "Muon":
+        more = {"matrices": hf_lowprec.hidden_matrices(model)}
     optimizer = getattr(optim, case["algorithm"])(
         groups_of(model, case["several_groups"]),
         lr=1e-2,

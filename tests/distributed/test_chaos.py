@@ -47,6 +47,8 @@ MODES = [
     ("sharded", "adamw_bf16_sr", ["factored=True", IN_8_BITS]),
     ("full", "adafactor_bf16_sr", [RELEASED, DELAYED]),
     ("ddp", "adafactor_bf16_kahan", []),
+    ("sharded", "muon_bf16_split", []),
+    ("ddp", "muon_bf16_sr", []),
 ]
 SHARDED_AT_LOAD = [
     ("llama:fsdp_size=2,tp_size=2", "adamw_bf16_split", [IN_8_BITS]),

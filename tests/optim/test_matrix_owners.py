@@ -21,6 +21,7 @@ from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
 from hf_lowprec.optim.step.fused_group import CHUNK
 from hf_lowprec.optim.step.matrix_owners import assign_owners, assign_replicas, cost, parts_of
 from hf_lowprec.tools.estimate.activations import LiveMemory
+from hf_lowprec.tools.estimate.memory import step_peak
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import on_ranks
 from tests.support.processes.shards import digest, of_every_rank, shard
@@ -38,7 +39,7 @@ def test_ranks_get_equal_shares_of_a_large_model(ranks, replicas, most):
     shapes = sorted(32 * LLAMA_8B, key=Size.numel, reverse=True)
     parts = parts_of(shapes, ranks, replicas, CHUNK)
     rounds = assign_replicas(shapes, parts, replicas, first=5)
-    owners = assign_owners(shapes, rounds, ranks, first=5)
+    owners = assign_owners(shapes, rounds, ranks, {}, first=5)
     for measure in (cost, Size.numel):
         shares = dict.fromkeys(product(range(replicas), range(ranks)), 0)
         for replica, part in (item for parts in rounds for item in parts.items()):
@@ -52,7 +53,7 @@ def test_ranks_get_equal_shares_of_a_large_model(ranks, replicas, most):
 def test_with_more_ranks_than_matrices_each_gets_one():
     shapes = 32 * LLAMA_8B
     rounds = assign_replicas(shapes, parts_of(shapes, 512, 1, CHUNK), 1)
-    assert len(set(assign_owners(shapes, rounds, 512))) == 224
+    assert len(set(assign_owners(shapes, rounds, 512, {}))) == 224
 
 
 SHAPES = [(20, 12), (12, 20), (20, 12), (9, 7), (3, 8, 8), (20, 12), (1, 5), (12, 20), (6, 6)]
@@ -159,6 +160,28 @@ class Counter:
 @pytest.mark.parametrize("kind", MESHES)
 def test_each_matrix_has_one_owner_and_the_bits_of_one_process(kind):
     on_ranks(check_owners, torch.Size(MESHES[kind][0]).numel(), kind)
+
+
+def check_memory() -> list[int]:
+    """The peak of a step of shards, and the estimate, in bytes."""
+    dist.init_process_group("gloo")
+    orthogonalization.CHUNK = whole_tensor_quantities.CHUNK = 1000  # one matrix per rank; FP32 values of few elements
+    mesh, matrix = init_device_mesh("cpu", (4,)), torch.ones(96, 160, dtype=torch.bfloat16)
+    optimizer = Muon([nn.Parameter(shard(matrix, mesh, [Shard(0)])) for _ in range(8)], rounding="split")
+    for _ in range(2):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = param.detach().clone()
+        with LiveMemory() as memory:
+            optimizer.step()
+    whole = Muon([nn.Parameter(matrix.to("meta")) for _ in range(8)], rounding="split")
+    return [memory.peak, step_peak(whole, gpus=4)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_step_of_shards_takes_the_memory_that_is_estimated():
+    measured, estimated = on_ranks(check_memory, 4)
+    assert 0.9 * estimated < measured <= estimated
 
 
 @pytest.mark.parametrize("ranks", [2, 16])

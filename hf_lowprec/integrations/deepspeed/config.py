@@ -66,10 +66,10 @@ def check_config(config: Mapping[str, Any]) -> None:
 def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
     """Raise ValueError if DeepSpeed cannot step `optimizer`."""
     name = type(optimizer).__name__
-    if any(map(optimizer.needs_whole_tensors, optimizer.param_groups)):
+    if any(map(optimizer.takes_means, optimizer.param_groups)):
         raise ValueError(
-            f"{name} needs whole tensors, which DeepSpeed's flat partitions cut; use AdamW without factored=True, or "
-            "train with FSDP2"
+            f"{name} takes means over whole tensors, which DeepSpeed's flat partitions cut; use AdamW without "
+            "factored=True, or train with FSDP2"
         )
     if hasattr(optimizer, "eval"):
         raise ValueError(

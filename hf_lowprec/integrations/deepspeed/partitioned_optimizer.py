@@ -126,19 +126,21 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                     attach_low_bits(param, full.view(-1)[part.start : part.start + param.numel()].clone())
 
     def _add_partition(self, partition: Partition) -> None:
-        parts = []
+        own, parts = self.param_groups[partition.group].data, []  # type: ignore[attr-defined]
         for piece in partition.pieces:
-            if not piece.length:
+            start, end = piece.bounds[partition.ranks.rank() :][:2]
+            # Ranks share the work on matrices, so each knows all of them.
+            if start == end and not self.optimizer.orthogonalizes(own):
                 continue
-            where = slice(piece.offset, piece.offset + piece.length)
+            where = slice(piece.offset, piece.offset + end - start)
             part = nn.Parameter(partition.flat.detach()[where])
             partition_of_param = getattr(piece.param, "ds_tensor", None)
             if partition_of_param is not None and (kept := attached_low_bits(partition_of_param)) is not None:
-                attach_low_bits(part, kept[: piece.length].clone())
-            set_flat_part(part, FlatPart(*self._identities[id(piece.param)], piece.shape, piece.start))
+                attach_low_bits(part, kept[: end - start].clone())
+            identity = self._identities[id(piece.param)]
+            set_flat_part(part, FlatPart(*identity, piece.shape, start, piece.bounds, partition.ranks))
             parts.append(_Part(part, where))
         self._parts[id(partition.flat)] = parts
-        own = self.param_groups[partition.group].data  # type: ignore[attr-defined]
         own["params"] += [part.param for part in parts]
 
     def _norm_of(self, grads: Iterable[Tensor]) -> Tensor:

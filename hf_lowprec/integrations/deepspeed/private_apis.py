@@ -31,15 +31,13 @@ class Piece(NamedTuple):
     Attributes:
         param: the parameter of the model.
         shape: its shape. ZeRO 3 leaves the parameter itself empty.
-        start: index of the range's first element in the flattened parameter.
-        length: its number of elements; 0 if this rank holds none.
-        offset: index of its first element in the partition.
+        bounds: where the range of each rank begins in the flattened parameter, and where the last one ends.
+        offset: index of this rank's first element in the partition.
     """
 
     param: nn.Parameter
     shape: torch.Size
-    start: int
-    length: int
+    bounds: tuple[int, ...]
     offset: int
 
 
@@ -49,11 +47,13 @@ class Partition(NamedTuple):
     Attributes:
         flat: this rank's part of some parameters, one after the other.
         group: the position of their param group among those that DeepSpeed was given.
-        pieces: what it holds, in its order. The rest is padding.
+        ranks: those that hold the other parts.
+        pieces: what it holds, in its order, and what it holds nothing of. The rest is padding.
     """
 
     flat: Tensor
     group: int
+    ranks: Any
     pieces: list[Piece]
 
 
@@ -71,23 +71,20 @@ def partitions(zero: Any) -> Iterator[Partition]:
     """The flat tensors that a ZeRO optimizer steps on this rank."""
     if is_stage_3(zero):
         for k, params in enumerate(zero.fp16_groups):
-            rank = zero._get_sub_group_partition_rank(k)
-            pieces, offset = [], 0
+            ranks, pieces, offset = zero._get_sub_group_process_group(k), [], 0
             for param in params:
                 size = param.partition_numel()
-                length = min(max(param.ds_numel - rank * size, 0), size)
-                pieces.append(Piece(param, param.ds_shape, rank * size, length, offset))
+                bounds = tuple(min(rank * size, param.ds_numel) for rank in range(ranks.size() + 1))
+                pieces.append(Piece(param, param.ds_shape, bounds, offset))
                 offset += size
-            yield Partition(zero.fp32_partitioned_groups_flat[k], zero.sub_group_to_group_id[k], pieces)
+            yield Partition(zero.fp32_partitioned_groups_flat[k], zero.sub_group_to_group_id[k], ranks, pieces)
         return
     for k, flat in enumerate(zero.single_partition_of_fp32_groups):
-        begin = zero.partition_size[k] * torch.distributed.get_rank(zero.real_dp_process_group[k])
-        end, pieces = begin + zero.partition_size[k], []
+        ranks, size, pieces = zero.real_dp_process_group[k], zero.partition_size[k], []
         for param, offset in zip(zero.round_robin_bit16_groups[k], zero.round_robin_bit16_offsets[k], strict=True):
-            first, last = max(offset, begin), min(offset + param.numel(), end)
-            if first < last:
-                pieces.append(Piece(param, param.shape, first - offset, last - first, first - begin))
-        yield Partition(flat, k, pieces)
+            bounds = tuple(min(max(rank * size - offset, 0), param.numel()) for rank in range(ranks.size() + 1))
+            pieces.append(Piece(param, param.shape, bounds, max(offset - ranks.rank() * size, 0)))
+        yield Partition(flat, k, ranks, pieces)
 
 
 @contextmanager

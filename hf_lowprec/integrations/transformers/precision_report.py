@@ -20,6 +20,7 @@ from hf_lowprec.monitor.byte_counts import (
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.param_groups import params_of
+from hf_lowprec.optim.sharding import full_shape
 from hf_lowprec.optim.state.fp32_weights import initial_values
 from hf_lowprec.optim.state.states import state_tensors
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, dtype_name
@@ -56,6 +57,7 @@ def precision_report(
         on_host = "states and gradients" if optimizer.offload_gradients else "states"
         how += f", {on_host} in host memory" if optimizer.offload_states else ""
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}{how}")
+        lines += _matrices(optimizer)
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
     if cast.kept:
@@ -75,6 +77,18 @@ def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
             yield _row(name, count, None, counts.get(name + SCALE_SUFFIX, Counter()), name in means)
     for reason, elements in elements_kept_in_bf16(optimizer).items():
         yield f"  {'not in 8 bits':<16}{elements:,} elements in bfloat16: {reason}"
+
+
+def _matrices(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
+    """Format the line about the parameters that are orthogonalized, if there are any."""
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for group in optimizer.param_groups:
+        trained = (param for param in group["params"] if param.requires_grad)
+        sizes[optimizer.orthogonalizes(group)] += (full_shape(param).numel() for param in trained)
+    matrices, every = sizes[True], [*sizes[True], *sizes[False]]
+    if matrices:
+        counts = f"{len(matrices):,} of {len(every):,} parameters, {sum(matrices):,} of {sum(every):,} elements"
+        yield f"  {'orthogonalized':<16}{counts}; the others are stepped with AdamW"
 
 
 def _names_of_low_bits_states(optimizer: LowPrecisionOptimizer) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import compress
 
@@ -18,8 +19,11 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the weight matrices inside `model`, without its embeddings and heads, for `Muon(matrices=…)`.
 
     Included are the weights of linear layers (`nn.Linear`, its subclasses, and GPT-2's `Conv1D`) and stacks of such
-    weights: three-dimensional parameters named `…_proj`, like the experts of transformers' models. Excluded are weights
-    tied to an embedding, `get_output_embeddings()`, and the modules of a transformers model outside its base model.
+    weights: three-dimensional parameters named `…_proj` or in modules of a class named `…Experts…`. Excluded are weights
+    tied to an embedding, `get_output_embeddings()`, the modules of a transformers model outside its base model, the
+    routers of experts, and matrices of a single row or column.
+
+    A weight that joins several projections, such as `gate_up_proj` or a fused QKV, is one matrix.
 
     Args:
         model: the model, before it is wrapped.
@@ -31,17 +35,20 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
         id(param) for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
     }
     for module in model.modules():
-        excluded |= {id(param) for head in _heads(module) for param in head.parameters()}
+        others = [module] if re.search("Router|TopKGating", type(module).__name__) else _heads(module)
+        excluded |= {id(param) for other in others for param in other.parameters()}
     matrices = {id(param): param for module in model.modules() for param in _matrices_of(module)}
     return [param for key, param in matrices.items() if key not in excluded]
 
 
 def _matrices_of(module: nn.Module) -> Iterator[nn.Parameter]:
     """The matrices and stacks of matrices that belong to `module` itself."""
-    linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    kind = type(module).__name__
     for name, param in module.named_parameters(recurse=False):
-        dims = len(full_shape(param))
-        if (linear and dims == 2) or (dims == 3 and name.endswith("_proj")):
+        shape = full_shape(param)
+        linear = isinstance(module, nn.Linear) or kind == "Conv1D"
+        stacked = name.endswith("_proj") or "Experts" in kind
+        if (linear if len(shape) == 2 else stacked and len(shape) == 3) and 1 not in shape[-2:]:
             yield param
 
 

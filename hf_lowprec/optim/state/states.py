@@ -80,10 +80,10 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
     if not state.accumulates:
         return f"{state.name} does not average over steps"
     shape, part = full_shape(param), flat_part(param)
-    is_cut = part is not None and (part.start % BLOCK or param.numel() % BLOCK)
+    is_cut = part is not None and any(bound % BLOCK for bound in part.bounds)
     if len(shape) > 1 and shape[-1] % BLOCK == 0 and not is_cut:
         return None
-    rows = "rows" if part is None else "rows, or this rank's part of them,"
+    rows = "rows" if part is None else "rows, or a rank's part of them,"
     return f"{rows} are not multiples of {BLOCK} elements"
 
 

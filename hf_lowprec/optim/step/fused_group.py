@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.once import cached_property
-from hf_lowprec.optim.sharding import Replicas, Sharding
+from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, COLUMN_FACTOR, ROW_FACTOR, KernelSpec
-from hf_lowprec.optim.step.matrix_owners import MatrixOwners
+from hf_lowprec.optim.step.matrix_owners import MatrixOwners, order_of_steps
 from hf_lowprec.optim.step.matrix_tiles import MeanVectors
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, StepScalars
@@ -58,7 +58,7 @@ class FusedGroup:
         spec: what is computed.
         device: where.
         sharding: over which ranks the parameters are sharded, or None.
-        entries: the parameters; those that are orthogonalized, the largest first.
+        entries: the parameters; those that are orthogonalized, in the `order_of_steps`.
         weights: the entries' `weight`, which a step writes to.
         segments: the static tables of the entries' elements.
         step_scalars: computes the scalars of a step.
@@ -89,7 +89,7 @@ class FusedGroup:
         self.device = device
         self.sharding = sharding
         if spec.orthogonalizes:
-            entries = sorted(entries, key=lambda entry: entry.param.numel(), reverse=True)
+            entries = [entries[k] for k in order_of_steps([entry.param for entry in entries])]
         self.entries = entries
         self.weights = [entry.weight for entry in entries]
         self.segments = Segments(spec, entries)
@@ -104,7 +104,7 @@ class FusedGroup:
         self.enabled: Tensor | None = None
         self.per_param_scalars: Tensor | None = None
         self.lr_scales: tuple[list[float], Tensor] | None = None
-        self.matrix_owners: tuple[Sharding | Replicas | None, MatrixOwners] | None = None
+        self.matrix_owners: MatrixOwners | None = None
         self.matrix_slots: list[Tensor] | None = None
         self.new_means: dict[int, Tensor] = {}
 

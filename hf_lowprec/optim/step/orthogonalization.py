@@ -7,13 +7,13 @@ model. Each sharded matrix is orthogonalized by one rank (`matrix_owners.py`), s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, Formula, ParamGroup
-from hf_lowprec.optim.sharding import Replicas, Sharding, replicas_of
+from hf_lowprec.optim.sharding import flat_part, full_shape, replicas_of
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup
 from hf_lowprec.optim.step.fused_step import momentum_matrix
@@ -73,7 +73,7 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
 
     def begin(parts: Mapping[int, range]) -> Callable[[], dict[int, Tensor]]:
         """Compute the momentum of this replica's part of a round, and send it to the owners."""
-        own = slots.of(parts.get(owners.replica, range(0)))
+        own = slots.of(parts.get(owners.ranks.replica, range(0)))
         for k, slot in own.items():
             _compute_momentum_matrix(slot, algorithm, fused_group, k)
         return owners.gather(own)
@@ -81,15 +81,15 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
     begun: list[Callable[[], dict[int, Tensor]]] = []
     for number, parts in enumerate(owners.rounds):
         # The next part is sent while this one is orthogonalized.
-        begun += map(begin, owners.rounds[number + len(begun) : number + (2 if owners.sends_shards else 1)])
+        begun += map(begin, owners.rounds[number + len(begun) : number + (min(owners.ranks.count, 2))])
         matrices = begun.pop(0)()
         for batch in _batches(fused_group, matrices):
             _orthogonalize([matrices[k] for k in batch], algorithm, entries[batch[0]].group)
         for replica, part in parts.items():
-            if replica == owners.replica:
+            if replica == owners.ranks.replica:
                 owners.scatter(matrices, slots.of(part))
                 matrices.clear()
-            owners.broadcast(slots.memory_of(part), replica)
+            owners.ranks.broadcast(slots.memory_of(part), replica)
             for k in part:
                 entries[k].orthogonalized = slots.tensors[k]
             yield part
@@ -101,15 +101,16 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
 def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, alone: bool) -> MatrixOwners:
     """Who orthogonalizes the matrices of a group; the same in all steps that are shared alike."""
     entries, device = fused_group.entries, fused_group.device
-    shared: Sharding | Replicas | None = fused_group.sharding
+    part = flat_part(entries[0].param)
+    shared: Any = fused_group.sharding if part is None else part.group
     if shared is None and not alone:
         found = {replicas_of(entry.param) for entry in entries}
         shared = found.pop() if len(found) == 1 else None
-    if fused_group.matrix_owners is None or fused_group.matrix_owners[0] != shared:
+    if fused_group.matrix_owners is None or fused_group.matrix_owners.shared != shared:
         matrices, first = [entry.param for entry in entries], entries[0].number
         at_once = lambda shape: optimizer.matrices_at_once(shape, device)  # noqa: E731
-        fused_group.matrix_owners = shared, MatrixOwners(matrices, shared, CHUNK, at_once, first)
-    return fused_group.matrix_owners[1]
+        fused_group.matrix_owners = MatrixOwners(matrices, shared, CHUNK, at_once, first)
+    return fused_group.matrix_owners
 
 
 class _MatrixSlots:
@@ -133,7 +134,7 @@ class _MatrixSlots:
                 for k in part:
                     self._starts[k] = end
                     end += self._sizes[k]
-                    places[k] = 2 if replica != owners.replica else number % 2 * owners.sends_shards
+                    places[k] = 2 if replica != owners.ranks.replica else number % min(owners.ranks.count, 2)
                 ends.append(end)
         order = sorted({*places.values()})
         for k, place in places.items():
@@ -155,7 +156,7 @@ class _MatrixSlots:
 
 def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
     """`lr_scale` of each entry, FP32 of shape (entries, 1) on the group's device; sent there when one has changed."""
-    values = [algorithm.lr_scale(entry.group, entry.param.shape) for entry in fused_group.entries]
+    values = [algorithm.lr_scale(entry.group, full_shape(entry.param)) for entry in fused_group.entries]
     if fused_group.lr_scales is None or fused_group.lr_scales[0] != values:
         column = torch.tensor(values, dtype=torch.float32, device=fused_group.device)[:, None]
         fused_group.lr_scales = values, column
@@ -177,9 +178,10 @@ def _batches(fused_group: FusedGroup, entries: Iterable[int]) -> list[list[int]]
     open_batches: dict[tuple[int, torch.Size], list[int]] = {}
     for k in entries:
         entry = fused_group.entries[k]
-        key, size = (id(entry.group), entry.param.shape), entry.param.numel()
+        shape = full_shape(entry.param)
+        key, size = (id(entry.group), shape), shape.numel()
         batch = open_batches.get(key)
-        alone = entry.param.ndim > 2 or not 0 < 4 * size <= _BATCH  # a stack is a batch already
+        alone = len(shape) > 2 or not 0 < 4 * size <= _BATCH  # a stack is a batch already
         if batch is None or alone or (len(batch) + 1) * size > _BATCH:
             open_batches[key] = batch = []
             batches.append(batch)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm
-from hf_lowprec.optim.sharding import Sharding, sharding_of
+from hf_lowprec.optim.sharding import Sharding, full_shape, sharding_of
 from hf_lowprec.optim.state.fp32_weights import convert_states, states_of_other_modes
 from hf_lowprec.optim.state.states import dtype_in, new_state_dtype
 from hf_lowprec.optim.step import interrupts
@@ -179,7 +179,7 @@ def _parts(entries: list[ParamEntry], most: float) -> Iterator[list[ParamEntry]]
 
 def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
     """A key that sorts groups by the memory their temporaries take. All ranks compute the same one."""
-    return fused_group.spec.orthogonalizes, max(entry.param.numel() for entry in fused_group.entries)
+    return fused_group.spec.orthogonalizes, max(full_shape(entry.param).numel() for entry in fused_group.entries)
 
 
 def _entries(optimizer: Algorithm, param_ids: Set[int] | None) -> list[ParamEntry]:

@@ -133,7 +133,7 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
         gradients = sum(param.nbytes for param in trained) if waits else 0
         on_host = memory.state.total(), gradients, staging_bytes(trained, waits)
         memory = replace(memory, state=Counter())
-    return Row(name, memory, accumulation, step_peak(optimizer), None, *on_host, collector_of(optimizer) is not None)
+    return Row(name, memory, accumulation, step_peak(optimizer, gpus), None, *on_host, collector_of(optimizer) is not None)
 
 
 def _trained(model: nn.Module) -> list[Tensor]:
@@ -146,15 +146,16 @@ def _whole_gradients(trained: list[Tensor], gpus: int, steps: int) -> int:
 
 
 @torch.no_grad()
-def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
-    """Bytes that a step holds at once in addition to weights, gradients and states, on a GPU that has whole tensors.
+def step_peak(optimizer: LowPrecisionOptimizer, gpus: int = 1, clipped: bool = True) -> int:
+    """Bytes that a step holds at once in addition to weights, gradients and states, on each GPU.
 
     Only algorithms that orthogonalize matrices or factor second moments need any worth mentioning; the others update
     weights in place. Their part of a step runs here on the meta device, so what is counted is what the step does.
-    GPUs that share Muon's matrices each need as much, and hold up to four matrices more in BF16 while they are sent.
 
     Args:
         optimizer: the optimizer; its parameters may be on the meta device.
+        gpus: how many share Muon's matrices. If there are several, each holds three of the largest in BF16 in addition,
+            as FSDP2's shards are sent.
         clipped: whether gradients are clipped, as Trainer does by default.
     """
     peak = 0
@@ -167,7 +168,9 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
                 compute_factors([backend_step])
                 for _ in parts_to_step(optimizer, backend_step):
                     pass
-            peak = max(peak, memory.peak)
+            largest = max(entry.param.numel() for entry in fused_group.entries)
+            messages = 3 * 2 * largest if gpus > 1 and fused_group.spec.orthogonalizes else 0
+            peak = max(peak, memory.peak + messages)
     return peak
 
 

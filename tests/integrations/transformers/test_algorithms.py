@@ -57,7 +57,8 @@ def test_a_trainer_saves_and_ends_with_averages(tmp_path, settings):
     assert (weight != averages).double().mean() > 0.5
 
 
-def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(tmp_path):
+def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(tmp_path, caplog):
+    caplog.set_level("INFO")
     trainer = trained(tmp_path, optim="muon_bf16_kahan", weight_decay=0.1, optim_args="momentum=0.9,betas=0.8|0.9")
     groups = optimizer_of(trainer).param_groups
     matrices = {id(param) for param in hidden_matrices(trainer.model)}
@@ -68,3 +69,7 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(tmp_path):
         (False, 0.1, 0.9, (0.8, 0.9)),  # embeddings and head
         (False, 0.0, 0.9, (0.8, 0.9)),  # norms
     }
+    params = list(trainer.model.parameters())
+    sizes = [sum(param.numel() for param in params if id(param) in matrices), sum(param.numel() for param in params)]
+    counts = f"{len(matrices)} of {len(params)} parameters, {sizes[0]:,} of {sizes[1]:,} elements"
+    assert f"orthogonalized  {counts}; the others are stepped with AdamW" in caplog.text
