@@ -253,7 +253,8 @@ class LowPrecisionOptimizer(StepStages):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm and parameter shapes.
 
-        State of torch's Adam, AdamW, RAdam and SGD and of transformers' Adafactor is converted; a warning says so.
+        State of torch's Adam, AdamW, RAdam, SGD and Muon, and of transformers' Adafactor, is converted; a warning says
+        so.
 
         As in torch, the saved options replace those of this optimizer; a warning names those that differ. This
         optimizer keeps its rounding mode: states of another one are converted before the next step. It keeps a

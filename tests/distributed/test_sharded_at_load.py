@@ -374,7 +374,9 @@ MORE = "adamw_bf16_split:int8,adamw_bf16_sr,adamw_bf16_split,adamw_bf16_kahan,mu
 
 
 @setups("FSDP2 x TP x EP")
-@pytest.mark.parametrize("modes", ["adamw_bf16_sr:int8,muon_bf16_split", pytest.param(MORE, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize(
+    "modes", ["adamw_bf16_sr:int8,muon_bf16_split", pytest.param(MORE, marks=pytest.mark.every_case)]
+)
 def test_steps_are_those_of_the_whole_model(tmp_path, setup, modes):
     """Given the same gradients, bit for bit: weights, states and FP32 estimates; what starts with low bits, too."""
     run(setup, "steps", tmp_path, modes)

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, RAdam
+from hf_lowprec.optim import SGD, Adafactor, Adam, AdamW, Muon, RAdam
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 
@@ -129,6 +129,18 @@ def test_adafactor_of_transformers_continues():
     assert moved > 0.1
 
 
+@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw"])
+def test_torchs_muon_continues(adjust_lr_fn):
+    """In FP32, as torch's would. Both round a weight once for its decay and once for the update, by 2^-24 of it."""
+    source = torch.optim.Muon(params(FP32), lr=LR, ns_steps=3, eps=1e-3, adjust_lr_fn=adjust_lr_fn)
+    gradients(source, range(BEFORE))
+    target = converted(source, Muon, FP32, lr=1.0)
+    for optimizer in (source, target):
+        gradients(optimizer, range(BEFORE, BEFORE + AFTER))
+    assert largest_difference(target, source) <= 2 * AFTER * 2**-24
+    assert target.param_groups[0]["ns_eps"] == 1e-3
+
+
 @pytest.mark.parametrize("loader", sorted(ALGORITHMS))
 @pytest.mark.parametrize(
     ("source", "fitting"),
@@ -136,13 +148,14 @@ def test_adafactor_of_transformers_continues():
         (torch.optim.AdamW, {"AdamW", "Adam"}),
         (torch.optim.RAdam, {"RAdam"}),
         (torch.optim.SGD, {"SGD"}),
+        (torch.optim.Muon, {"Muon"}),
         (torch.optim.NAdam, set()),
         (torch.optim.Adafactor, set()),
         (torch.optim.Adamax, set()),
     ],
 )
 def test_another_algorithm_is_refused(source, fitting, loader):
-    made = source(params(FP32), lr=0.1, foreach=False)
+    made = source(params(FP32), lr=0.1, **({} if source is torch.optim.Muon else {"foreach": False}))
     gradients(made, range(2))
     target = ALGORITHMS[loader](params(BF16))
     if loader in fitting:

@@ -283,6 +283,11 @@ def _torch_adam(saved: ParamGroup, algorithm: str) -> ParamGroup:
     return {"decoupled_weight_decay": decoupled} if algorithm == "Adam" else {}
 
 
+def _torch_muon(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    """Its `eps` is that of the Newton–Schulz iteration; the one of AdamW has no effect on matrices."""
+    return {"ns_eps": saved["eps"], "eps": 1e-8, "adjust_lr_fn": saved["adjust_lr_fn"] or "original"}
+
+
 def _transformers_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
     """It knows no largest relative step but 10⁻²."""
     if saved["warmup_init"]:
@@ -321,6 +326,7 @@ FOREIGN_FORMATS = (
         "torch.optim.RAdam", ("RAdam",), "betas eps decoupled_weight_decay foreach", lacks="amsgrad momentum_decay"
     ),
     ForeignFormat("torch.optim.SGD", ("SGD",), "momentum dampening nesterov foreach"),
+    ForeignFormat("torch.optim.Muon", ("Muon",), "ns_coefficients eps adjust_lr_fn", hyperparameters=_torch_muon),
     ForeignFormat(
         "transformers.Adafactor",
         ("Adafactor",),
