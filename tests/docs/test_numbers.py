@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import muon_shares
 from benchmarks.step_time import table, table_of_8_bits
 from tests.support.command_output import hf_lowprec
 from tests.support.docs.pages import ROOT, blocks, pages
@@ -240,6 +241,10 @@ def many_gpus() -> list[str]:
     return [*found, f"takes {large['split'][DISK]} GiB, and loading in FP32 {in_fp32} GiB"]
 
 
+def muon_on_many_gpus() -> list[str]:
+    return [row(*values) for values in cells(muon_shares.table())]
+
+
 def requirements() -> list[str]:
     needs = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["trainer"]
     least = {re.split(r"\W", need)[0]: need.partition(">=")[2] for need in needs}
@@ -254,6 +259,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/index.md", at_a_glance),
     ("docs/quickstart.md", requirements),
     ("docs/guides/migrating.md", lost_when_migrating),
+    ("docs/guides/64-gpus.md", muon_on_many_gpus),
     ("docs/guides/saving.md", losses_of_saved_folders),
     ("docs/performance/index.md", losses_at_a_glance),
     ("docs/performance/index.md", memory_with_activations),

@@ -15,11 +15,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_lowprec
+from benchmarks.muon_shares import KINDS, LLAMA_8B, shares
 from hf_lowprec import Muon
 from hf_lowprec.optim.sharding import set_replicas
 from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
 from hf_lowprec.optim.step.fused_group import CHUNK
-from hf_lowprec.optim.step.matrix_owners import assign_owners, assign_replicas, cost, parts_of
+from hf_lowprec.optim.step.matrix_owners import assign, cost
 from hf_lowprec.tools.estimate.activations import LiveMemory
 from hf_lowprec.tools.estimate.memory import step_peak
 from tests.support.optim.backward_pass import give_gradients
@@ -27,33 +28,31 @@ from tests.support.processes.ranks import on_ranks
 from tests.support.processes.shards import digest, of_every_rank, shard
 from tests.support.training.tiny_trainer import llama
 
-LLAMA_8B = [Size(shape) for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]]
-"""The matrices of one of its 32 layers."""
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "most"), [(2, 1), (8, 1), (64, 1.12)])
+def test_ranks_get_equal_shares_of_a_large_model(kind, ranks, most):
+    """Those of Llama-3.1-8B. Of a part of a step, a rank has two matrices at most: its own elements, and a result."""
+    found = shares(kind, ranks)
+    assert max(found.work, found.elements) <= most
+    assert found.held <= (2.2 if kind == "ZeRO 1 and 2" else 2)
 
 
-@pytest.mark.parametrize(("ranks", "replicas", "most"), [
-    (1, 1, 1), (2, 1, 1.01), (8, 1, 1.01), (64, 1, 1.12), (1, 8, 1.01), (1, 64, 1.3), (8, 8, 1.3)
-])  # fmt: skip
-def test_ranks_get_equal_shares_of_a_large_model(ranks, replicas, most):
-    """Work and elements of the busiest rank, relative to an equal share; no more matrices of a part than ranks."""
-    shapes = sorted(32 * LLAMA_8B, key=Size.numel, reverse=True)
-    parts = parts_of(shapes, ranks, replicas, CHUNK)
-    rounds = assign_replicas(shapes, parts, replicas, first=5)
-    owners = assign_owners(shapes, rounds, ranks, {}, first=5)
-    for measure in (cost, Size.numel):
-        shares = dict.fromkeys(product(range(replicas), range(ranks)), 0)
-        for replica, part in (item for parts in rounds for item in parts.items()):
-            for k in part:
-                shares[replica, owners[k]] += measure(shapes[k])
-        assert max(shares.values()) <= most * sum(shares.values()) / len(shares)
+def test_replicas_of_several_ranks_get_equal_shares():
+    """8 x 8 of them; each matrix is in one part."""
+    shapes = sorted(LLAMA_8B, key=Size.numel, reverse=True)
+    rounds, owners = assign(shapes, 8, 8, {}, CHUNK, first=5)
+    work = dict.fromkeys(product(range(8), range(8)), 0)
+    for replica, part in (item for parts in rounds for item in parts.items()):
+        assert len(part) <= 8
+        for k in part:
+            work[replica, owners[k]] += cost(shapes[k])
+    assert max(work.values()) <= 1.3 * sum(work.values()) / 64
     assert sorted(k for parts in rounds for part in parts.values() for k in part) == list(range(len(shapes)))
-    assert max(map(len, parts)) <= ranks
 
 
 def test_with_more_ranks_than_matrices_each_gets_one():
-    shapes = 32 * LLAMA_8B
-    rounds = assign_replicas(shapes, parts_of(shapes, 512, 1, CHUNK), 1)
-    assert len(set(assign_owners(shapes, rounds, 512, {}))) == 224
+    assert len(set(assign(LLAMA_8B, 512, 1, {}, CHUNK)[1])) == len(LLAMA_8B)
 
 
 SHAPES = [(20, 12), (12, 20), (20, 12), (9, 7), (3, 8, 8), (20, 12), (1, 5), (12, 20), (6, 6)]

@@ -39,8 +39,9 @@ class Muon(AdamW):
     `param_groups` may have more groups than were passed.
 
     A three-dimensional parameter is a stack of matrices, such as the experts of a layer. Newton–Schulz runs in BF16.
-    Under FSDP2, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered in BF16 and
-    orthogonalized on one rank, as a single process would, and the result is sent back while the next ones are computed.
+    Under FSDP2 and DeepSpeed, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered in
+    BF16 and orthogonalized on one rank, as a single process would, and the result is sent back while the next ones are
+    computed.
 
     States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
     by default. `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an

@@ -59,9 +59,7 @@ class MatrixOwners:
         self._matrices, self.shared = matrices, shared
         self._layouts: dict[Any, list[ShardLayout]] = {}
         self.ranks = ranks_that_share(shared, local_shard(matrices[0]).device)
-        shapes, ranks, replicas = list(map(full_shape, matrices)), self.ranks.count, len(self.ranks.replicas)
-        parts = parts_of(shapes, ranks, replicas, max_elements)
-        self.rounds = assign_replicas(shapes, parts, replicas, first)
+        shapes = list(map(full_shape, matrices))
         given: dict[int, int | None] = {}
         for k, matrix in enumerate(matrices):
             holder, is_whole = holder_of(matrix)
@@ -69,7 +67,8 @@ class MatrixOwners:
                 given[k] = holder
             elif self._is_held(k, at_once(shapes[k][-2:])):
                 given[k] = None
-        self._owners = assign_owners(shapes, self.rounds, ranks, given, first)
+        replicas = len(self.ranks.replicas)
+        self.rounds, self._owners = assign(shapes, self.ranks.count, replicas, given, max_elements, first)
 
     def _is_held(self, k: int, at_once: int) -> bool:
         """Return whether ranks can orthogonalize what they hold, with the same bits: the matrix, or whole experts."""
@@ -157,17 +156,49 @@ def cost(shape: torch.Size) -> int:
     return shape.numel() * min(shape[-2:])
 
 
-def parts_of(shapes: Sequence[torch.Size], ranks: int, replicas: int, max_elements: int) -> list[range]:
-    """Consecutive matrices that are stepped together: with at most so many elements, or one per rank of a replica.
-
-    Each replica gets a part, if there are enough matrices.
+def assign(
+    shapes: Sequence[torch.Size],
+    ranks: int,
+    replicas: int,
+    given: Mapping[int, int | None],
+    max_elements: int,
+    first: int = 0,
+) -> tuple[list[dict[int, range]], list[int | None]]:
+    """Assign matrices to replicas, and in each of them to ranks.
 
     Args:
-        shapes: of the matrices, the largest first. So the part whose temporaries take most memory is the first: running
-            out of memory leaves all weights of the group unchanged.
+        shapes: of the matrices, in the order of their steps.
         ranks: of a replica.
         replicas: how many share the work.
-        max_elements: of a part.
+        given: the owners of some matrices.
+        max_elements: of matrices that are stepped together, unless they are one per rank of a replica.
+        first: which replica and which of its ranks comes first, modulo their number.
+
+    Returns:
+        The rounds, see `MatrixOwners`; and the owner of each matrix, a rank of its replica, or None if every rank
+        orthogonalizes what it holds.
+    """
+    rounds = _rounds(shapes, _parts(shapes, ranks, replicas, max_elements), replicas, first)
+    owners = [given.get(k) for k in range(len(shapes))]
+    work = [[0] * ranks for _ in range(replicas)]
+    for replica, part in (item for parts in rounds for item in parts.items()):
+        own = work[replica]
+        for k in part:
+            if (owner := owners[k]) is not None:
+                own[owner] += cost(shapes[k])
+        # Ranks take turns within a part, so that none waits long.
+        order = _least_first(own, first)
+        for place, k in enumerate(k for k in part if k not in given):
+            owners[k] = owner = order[place % ranks]
+            own[owner] += cost(shapes[k])
+    return rounds, owners
+
+
+def _parts(shapes: Sequence[torch.Size], ranks: int, replicas: int, max_elements: int) -> list[range]:
+    """Consecutive matrices that are stepped together. Each replica gets a part, if there are enough matrices.
+
+    The largest matrices come first, so the part whose temporaries take most memory is the first: running out of memory
+    leaves all weights of the group unchanged.
     """
     sizes = list(map(torch.Size.numel, shapes))
     most = min(max_elements, -(-sum(sizes) // replicas))
@@ -180,53 +211,17 @@ def parts_of(shapes: Sequence[torch.Size], ranks: int, replicas: int, max_elemen
     return [*parts, range(first, len(shapes))]
 
 
-def assign_replicas(
-    shapes: Sequence[torch.Size], parts: Sequence[range], replicas: int, first: int = 0
-) -> list[dict[int, range]]:
-    """Rounds of parts: each replica owns one, if there are enough. Those with least work so far come first.
-
-    Args:
-        shapes: of the matrices.
-        parts: positions of the matrices that are stepped together.
-        replicas: how many there are.
-        first: which replica comes first, modulo their number.
-    """
+def _rounds(shapes: Sequence[torch.Size], parts: Sequence[range], replicas: int, first: int) -> list[dict[int, range]]:
+    """Rounds of parts, of which each replica owns one, if there are enough."""
     work, rounds = [0] * replicas, []
     for start in range(0, len(parts), replicas):
-        order = sorted(((first + replica) % replicas for replica in range(replicas)), key=work.__getitem__)
+        order = _least_first(work, first)
         rounds.append(dict(zip(order, parts[start : start + replicas], strict=False)))
         for replica, part in rounds[-1].items():
             work[replica] += sum(cost(shapes[k]) for k in part)
     return rounds
 
 
-def assign_owners(
-    shapes: Sequence[torch.Size],
-    rounds: Sequence[Mapping[int, range]],
-    ranks: int,
-    given: Mapping[int, int | None],
-    first: int = 0,
-) -> list[int | None]:
-    """The owner of each matrix, a rank of its replica; None if every rank orthogonalizes what it holds.
-
-    Ranks with least work so far come first, and take turns within a part, so that none waits long.
-
-    Args:
-        shapes: of the matrices.
-        rounds: what `assign_replicas` returns.
-        ranks: of a replica.
-        given: the owners of some matrices.
-        first: the rank that comes first, modulo their number.
-    """
-    owners = [given.get(k) for k in range(len(shapes))]
-    work: dict[int, list[int]] = {}
-    for replica, part in (item for parts in rounds for item in parts.items()):
-        own = work.setdefault(replica, [0] * ranks)
-        for k in part:
-            if (owner := given.get(k)) is not None:
-                own[owner] += cost(shapes[k])
-        order = sorted(((first + rank) % ranks for rank in range(ranks)), key=own.__getitem__)
-        for place, k in enumerate(k for k in part if k not in given):
-            owners[k] = owner = order[place % ranks]
-            own[owner] += cost(shapes[k])
-    return owners
+def _least_first(work: Sequence[int], first: int) -> list[int]:
+    """Positions in `work`, those with least first; equal ones beginning with `first`, modulo their number."""
+    return sorted(((first + k) % len(work) for k in range(len(work))), key=work.__getitem__)
