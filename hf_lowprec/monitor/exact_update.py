@@ -19,7 +19,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import global_places
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import load, place_of_factor
-from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states
+from hf_lowprec.optim.step.fused_step import evaluate, fused_step, load_states
 from hf_lowprec.optim.step.kernel_spec import COLUMN_FACTOR, ORTHOGONALIZED, ROW_FACTOR
 from hf_lowprec.optim.step.orthogonalization import parts_to_step
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, step_keys
@@ -103,11 +103,11 @@ class FusedGroupUpdates:
         state = {name: self._gather(name) for name in (*(stored.name for stored in spec.states), *factors)}
         if spec.orthogonalizes:
             state[ORTHOGONALIZED] = self._orthogonalized()
-        update, new_state = algorithm_update(spec, weight, grad, state, self._scalar_columns())
+        update, new_state = evaluate(spec.update, spec, weight, grad, state, self._scalar_columns())
         decay = None
         if with_decay and any(entry.group.get("weight_decay") for entry in group.entries):
             undecayed = self._scalar_columns_without_decay()
-            without, _ = algorithm_update(spec, weight, grad, state, undecayed)
+            without, _ = evaluate(spec.update, spec, weight, grad, state, undecayed)
             index, _ = self._global_index
             parts = fused_step(spec, weight, grad, state, undecayed, index, self._random_keys(), LOW_BITS_STATES)
             decay = update.double() - without.double(), self._stored_value(*parts)

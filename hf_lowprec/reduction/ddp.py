@@ -7,6 +7,7 @@ same dtype. (NVIDIA's Megatron-LM has this reduce-scatter too: `reduce_scatter_w
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -246,9 +247,10 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
     return averager
 
 
-def averages_gradients(model: DistributedDataParallel) -> bool:
+def averages_gradients(model: weakref.ref[DistributedDataParallel]) -> bool:
     """Return whether DDP averages gradients over all ranks: not in `no_sync`, nor if ranks may run out of inputs."""
-    return bool(model.require_backward_grad_sync) and not joins_ranks(model)
+    found = model()
+    return found is not None and bool(found.require_backward_grad_sync) and not joins_ranks(found)
 
 
 def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans, argument: str) -> None:

@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import hf_lowprec
 from benchmarks.muon_shares import KINDS, LLAMA_8B, shares
 from hf_lowprec import Muon
-from hf_lowprec.optim.sharding import set_replicas
+from hf_lowprec.optim.sharding import FlatPart, set_flat_part, set_replicas
 from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
 from hf_lowprec.optim.step.fused_group import CHUNK
-from hf_lowprec.optim.step.matrix_owners import assign, cost
+from hf_lowprec.optim.step.matrix_owners import MatrixOwners, assign, cost
 from hf_lowprec.tools.estimate.activations import LiveMemory
 from hf_lowprec.tools.estimate.memory import step_peak
 from tests.support.optim.backward_pass import give_gradients
@@ -53,6 +53,21 @@ def test_replicas_of_several_ranks_get_equal_shares():
 
 def test_with_more_ranks_than_matrices_each_gets_one():
     assert len(set(assign(LLAMA_8B, 512, 1, {}, CHUNK)[1])) == len(LLAMA_8B)
+
+
+def test_whole_matrices_of_a_partition_are_not_sent(monkeypatch):
+    """Of two ranks, each holds one matrix."""
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("a matrix is sent"))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        shards = [torch.arange(12.0).bfloat16(), torch.empty(0, dtype=torch.bfloat16)]
+        for k, bounds in enumerate([(0, 12, 12), (0, 0, 12)]):
+            set_flat_part(shards[k], FlatPart(k, "", Size([3, 4]), 0, bounds, dist.group.WORLD))
+        owners = MatrixOwners(shards, dist.group.WORLD, CHUNK, lambda shape: 1, first=1)
+        found = owners.gather(dict(enumerate(shards)))()
+        assert torch.equal(found.pop(0), shards[0].view(3, 4)) and not found
+    finally:
+        dist.destroy_process_group()
 
 
 SHAPES = [(20, 12), (12, 20), (20, 12), (9, 7), (3, 8, 8), (20, 12), (1, 5), (12, 20), (6, 6)]

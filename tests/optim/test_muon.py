@@ -325,8 +325,8 @@ def test_a_batch_takes_memory_for_its_own_matrices_only(monkeypatch):
     """
     elements = 64 * 64
     monkeypatch.setattr(orthogonalization, "_BATCH", 4 * elements)
-    few_elements_at_once(1024, monkeypatch)  # FP32 values of few elements
-    monkeypatch.setattr(matrix_owners, "parts_of", lambda shapes, ranks, replicas, most: [range(len(shapes))])
+    few_elements_at_once(1024, monkeypatch)
+    monkeypatch.setattr(matrix_owners, "_parts", lambda shapes, ranks, replicas, most: [range(len(shapes))])
     tables = 4096
     assert peak([(64, 64)] * 12) <= 2 * 12 * elements + 4 * 8 * elements + tables
 

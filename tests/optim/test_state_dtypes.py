@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from hf_lowprec.optim import AdamW, Adan
+from hf_lowprec.optim.sharding import FlatPart, set_flat_part
 from hf_lowprec.optim.state import state_dict, states
+from hf_lowprec.rounding import State
 from tests.support.optim.every_optimizer import NAMES, OPTIONS, build
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 from tests.support.rounding import block_floats
@@ -438,3 +440,11 @@ def test_distributed_checkpoints(saved, asked, tmp_path):
         warnings.simplefilter("ignore")
         load(asked or BF16)
     assert_equal(target.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize(("bounds", "in_8_bits"), [((0, 64, 128, 192), True), ((0, 64, 120, 192), False)])
+def test_whether_a_state_is_in_8_bits_is_the_same_on_all_ranks(bounds, in_8_bits):
+    """Ranks that hold parts of one parameter step it together, so the first must know where the others are cut."""
+    part = nn.Parameter(torch.zeros(64, dtype=BF16))
+    set_flat_part(part, FlatPart(0, "weight", torch.Size([6, 32]), 0, bounds, None))
+    assert (states.why_not_8_bits(State("exp_avg", role=1), part) is None) is in_8_bits

@@ -1,5 +1,7 @@
 """torch still has the private attributes that reductions use, with the meaning that they rely on."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,11 +57,11 @@ def test_ddp_records_its_hooks_in_a_list(one_rank):
 
 def test_ddp_knows_whether_ranks_are_joined(one_rank):
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
-    assert averages_gradients(model) and not joins_ranks(model), HERE
+    assert averages_gradients(weakref.ref(model)) and not joins_ranks(model), HERE
     with model.no_sync():
-        assert not averages_gradients(model)
+        assert not averages_gradients(weakref.ref(model))
     with Join([model]):
-        assert joins_ranks(model) and not averages_gradients(model), HERE
+        assert joins_ranks(model) and not averages_gradients(weakref.ref(model)), HERE
 
 
 def test_symmetric_memory_reaches_the_reduce_scatter_of_sums_alone(two_fake_ranks, monkeypatch):

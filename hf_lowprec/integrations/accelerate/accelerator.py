@@ -293,18 +293,12 @@ def _prepare_model(original: Callable, accelerator: Any, model: nn.Module, *args
         if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
             averager = reduce_in_fp32(module)
             synchronized = (param for _, param in synchronized_parameters(module))
-            set_replicas(synchronized, module.process_group, functools.partial(_is_averaging, weakref.ref(module)))
+            set_replicas(synchronized, module.process_group, functools.partial(averages_gradients, weakref.ref(module)))
             averager.on_last_bucket = None if accumulator is None else accumulator.restart
             status.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
     _forbid_later_cast(model)
     prepared_models.update((model, prepared))
     return prepared
-
-
-def _is_averaging(model: weakref.ref[DistributedDataParallel]) -> bool:
-    """Return whether a DDP model averages the gradients of all ranks: not in `LocalSGD` or `join_uneven_inputs`."""
-    found = model()
-    return found is not None and averages_gradients(found)
 
 
 def _prepare_optimizer(original: Callable, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

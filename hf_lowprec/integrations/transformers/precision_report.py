@@ -81,11 +81,11 @@ def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
 
 def _matrices(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
     """Format the line about the parameters that are orthogonalized, if there are any."""
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    for group in optimizer.param_groups:
-        trained = (param for param in group["params"] if param.requires_grad)
-        sizes[optimizer.orthogonalizes(group)] += (full_shape(param).numel() for param in trained)
-    matrices, every = sizes[True], [*sizes[True], *sizes[False]]
+    groups = [group for group in optimizer.param_groups if optimizer.orthogonalizes(group)]
+    matrices, every = (
+        [full_shape(param).numel() for group in some for param in group["params"] if param.requires_grad]
+        for some in (groups, optimizer.param_groups)
+    )
     if matrices:
         counts = f"{len(matrices):,} of {len(every):,} parameters, {sum(matrices):,} of {sum(every):,} elements"
         yield f"  {'orthogonalized':<16}{counts}; the others are stepped with AdamW"

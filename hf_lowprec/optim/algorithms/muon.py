@@ -38,10 +38,13 @@ class Muon(AdamW):
     Newton–Schulz iteration uses `ns_eps`). A group with both matrices and other parameters is split in two, so
     `param_groups` may have more groups than were passed.
 
-    A three-dimensional parameter is a stack of matrices, such as the experts of a layer. Newton–Schulz runs in BF16.
-    Under FSDP2 and DeepSpeed, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered in
-    BF16 and orthogonalized on one rank, as a single process would, and the result is sent back while the next ones are
-    computed.
+    A three-dimensional parameter is a stack of matrices, such as the experts of a layer. Newton–Schulz runs in BF16,
+    with torch's matrix products: on a GPU, parts of a sum may be added up in BF16 unless
+    `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is False.
+
+    Under FSDP2 and DeepSpeed, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered
+    in BF16 and orthogonalized on one rank, as a single process would, and the result is sent back while the next ones
+    are computed.
 
     States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
     by default. `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an

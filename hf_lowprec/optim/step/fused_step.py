@@ -49,7 +49,7 @@ def fused_step(
     """
     draw = _draw_bits(index, keys)
     loaded, decoded = _load_weight(spec, weight, state), load_states(spec, state)
-    update, new_state = _evaluate_loaded(spec.update, spec, loaded, grad, decoded, scalars)
+    update, new_state = _call(spec.update, spec, decoded, scalars, loaded, _load_gradient(spec, grad, scalars))
     if spec.param_dtype == torch.float32:
         new_weight = loaded + update
     else:
@@ -95,16 +95,6 @@ def _store(spec: KernelSpec, stored: StoredState, value: Tensor, draw: DrawBits)
     return {stored.name: value}
 
 
-def algorithm_update(
-    spec: KernelSpec, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The algorithm's change of the weight and its new states, in FP32, before any rounding.
-
-    `fused_step` rounds them; `monitor/` compares them with what was stored.
-    """
-    return evaluate(spec.update, spec, weight, grad, state, scalars)
-
-
 def evaluate(
     formula: Callable[..., Any],
     spec: KernelSpec,
@@ -113,24 +103,21 @@ def evaluate(
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
 ) -> Any:
-    """The value of one of the algorithm's elementwise formulas, `update` or one of `tensor_means`.
+    """The value of one of the algorithm's elementwise formulas, `update` or one of `tensor_means`, before any rounding.
 
     All of them see the weight as the rounding mode loads it, and the gradient after clipping and, with `maximize`,
     after its change of sign. Arguments are those of `fused_step`.
     """
-    return _evaluate_loaded(formula, spec, _load_weight(spec, weight, state), grad, load_states(spec, state), scalars)
+    loaded = _load_weight(spec, weight, state), _load_gradient(spec, grad, scalars)
+    return _call(formula, spec, load_states(spec, state), scalars, *loaded)
 
 
 def momentum_matrix(
-    formula: Callable[..., Tensor],
-    spec: KernelSpec,
-    grad: Tensor,
-    state: Mapping[str, Tensor],
-    scalars: Mapping[str, Any],
+    formula: Callable[..., Any], spec: KernelSpec, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> Tensor:
     """The value of an algorithm's formula `momentum_matrix`, which sees what `update` sees except for the weight."""
-    grad, state = _load_gradient(spec, grad, scalars), load_states(spec, state)
-    return formula(grad, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(spec.options))
+    matrix: Tensor = _call(formula, spec, load_states(spec, state), scalars, _load_gradient(spec, grad, scalars))
+    return matrix
 
 
 def _load_gradient(spec: KernelSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
@@ -154,18 +141,11 @@ def load_states(spec: KernelSpec, state: Mapping[str, Tensor]) -> dict[str, Tens
     return decoded
 
 
-def _evaluate_loaded(
+def _call(
     formula: Callable[..., Any],
     spec: KernelSpec,
-    weight: Tensor,
-    grad: Tensor,
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
+    *tensors: Tensor,
 ) -> Any:
-    return formula(
-        weight,
-        _load_gradient(spec, grad, scalars),
-        SimpleNamespace(**state),
-        SimpleNamespace(**scalars),
-        **dict(spec.options),
-    )
+    return formula(*tensors, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(spec.options))

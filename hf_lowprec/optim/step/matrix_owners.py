@@ -68,12 +68,12 @@ class MatrixOwners:
             elif self._is_held(k, at_once(shapes[k][-2:])):
                 given[k] = None
         replicas = len(self.ranks.replicas)
-        self.rounds, self._owners = assign(shapes, self.ranks.count, replicas, given, max_elements, first)
+        self.rounds, self._owners = assign(shapes, len(self.ranks.shards), replicas, given, max_elements, first)
 
     def _is_held(self, k: int, at_once: int) -> bool:
         """Return whether ranks can orthogonalize what they hold, with the same bits: the matrix, or whole experts."""
         whole = self._matrices[k].shape
-        if self.ranks.count == 1:
+        if len(self.ranks.shards) == 1:
             return True
         if len(whole) == 2 or not is_sharded(self._matrices[k]):
             return False
@@ -91,18 +91,18 @@ class MatrixOwners:
             A function that waits, and returns what this rank orthogonalizes: the matrices that it owns, and those of
             its `shards` that are not sent.
         """
-        owners = {k: self._owners[k] for k in shards}
-        own = [k for k, owner in owners.items() if owner == self.ranks.own]
-        sent = {peer: [shards[k] for k in shards if owners[k] == peer] for peer in range(self.ranks.count)}
-        layouts = {peer: [self._layouts_of(k)[peer] for k in own] for peer in range(self.ranks.count)}
-        wait = self.ranks.exchange(sent, {peer: [each.shape for each in held] for peer, held in layouts.items()})
+        own = [k for k in shards if self._owners[k] == self.ranks.shards.own]
+        peers = range(len(self.ranks.shards))
+        sent = [[shards[k] for k in shards if self._owners[k] == peer] for peer in peers]
+        layouts = [[self._layouts_of(k)[peer] for k in own] for peer in peers]
+        wait = self.ranks.exchange(sent, [[layout.shape.numel() for layout in held] for held in layouts])
 
         def matrices() -> dict[int, Tensor]:
             received = wait()
-            found = {k: shards[k] for k, owner in owners.items() if owner is None}
+            found = {k: shard for k, shard in shards.items() if self._owners[k] is None}
             found |= {k: shards[k].new_empty(full_shape(self._matrices[k])) for k in own}
-            for peer, shards_of_peer in received.items():
-                for k, layout, shard in zip(own, layouts[peer], shards_of_peer, strict=True):
+            for of_peer in zip(layouts, received, strict=True):
+                for k, layout, shard in zip(own, *of_peer, strict=True):
                     layout.paste(shard, found[k])
             return found
 
@@ -110,21 +110,21 @@ class MatrixOwners:
 
     def scatter(self, results: Mapping[int, Tensor], shards: Mapping[int, Tensor]) -> None:
         """Overwrite this rank's `shards` of matrices by those of the owners' `results`, in this replica."""
-        own = [k for k in results if self._owners[k] == self.ranks.own]
-        peers = range(self.ranks.count)
-        cut = {peer: [self._layouts_of(k)[peer].cut(results[k]) for k in own] for peer in peers}
-        expected = {peer: [k for k in shards if self._owners[k] == peer] for peer in peers}
-        wait = self.ranks.exchange(cut, {peer: [shards[k].shape for k in held] for peer, held in expected.items()})
-        for peer, received in wait().items():
-            for k, shard in zip(expected[peer], received, strict=True):
-                shards[k].view(-1).copy_(shard)
+        own = [k for k in results if self._owners[k] == self.ranks.shards.own]
+        peers = range(len(self.ranks.shards))
+        cut = [[self._layouts_of(k)[peer].cut(results[k]) for k in own] for peer in peers]
+        expected = [[shards[k] for k in shards if self._owners[k] == peer] for peer in peers]
+        wait = self.ranks.exchange(cut, [[shard.numel() for shard in held] for held in expected])
+        for held, received in zip(expected, wait(), strict=True):
+            for shard, result in zip(held, received, strict=True):
+                shard.view(-1).copy_(result)
 
     def _layouts_of(self, k: int) -> list[ShardLayout]:
         """The layouts of a matrix on the ranks of this replica."""
         matrix = self._matrices[k]
         key = getattr(matrix, "placements", k), matrix.shape
         if key not in self._layouts:
-            self._layouts[key] = [shard_layout(matrix, coordinate) for coordinate in self.ranks.coordinates]
+            self._layouts[key] = [shard_layout(matrix, coordinate) for coordinate in self.ranks.shards.coordinates]
         return self._layouts[key]
 
 

@@ -7,6 +7,7 @@ model. Each sharded matrix is orthogonalized by one rank (`matrix_owners.py`), s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
@@ -73,7 +74,7 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
 
     def begin(parts: Mapping[int, range]) -> Callable[[], dict[int, Tensor]]:
         """Compute the momentum of this replica's part of a round, and send it to the owners."""
-        own = slots.of(parts.get(owners.ranks.replica, range(0)))
+        own = slots.of(parts.get(owners.ranks.replicas.own, range(0)))
         for k, slot in own.items():
             _compute_momentum_matrix(slot, algorithm, fused_group, k)
         return owners.gather(own)
@@ -81,12 +82,12 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
     begun: list[Callable[[], dict[int, Tensor]]] = []
     for number, parts in enumerate(owners.rounds):
         # The next part is sent while this one is orthogonalized.
-        begun += map(begin, owners.rounds[number + len(begun) : number + (min(owners.ranks.count, 2))])
+        begun += map(begin, owners.rounds[number + len(begun) : number + min(len(owners.ranks.shards), 2)])
         matrices = begun.pop(0)()
         for batch in _batches(fused_group, matrices):
             _orthogonalize([matrices[k] for k in batch], algorithm, entries[batch[0]].group)
         for replica, part in parts.items():
-            if replica == owners.ranks.replica:
+            if replica == owners.ranks.replicas.own:
                 owners.scatter(matrices, slots.of(part))
                 matrices.clear()
             owners.ranks.broadcast(slots.memory_of(part), replica)
@@ -124,22 +125,17 @@ class _MatrixSlots:
     """
 
     def __init__(self, fused_group: FusedGroup, owners: MatrixOwners) -> None:
-        weights = fused_group.weights
-        self._starts, ends = [0] * len(weights), list[int]()
+        weights, own, starts = fused_group.weights, owners.ranks.replicas.own, dict[int, int]()
         self._sizes = [-(-weight.numel() // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT for weight in weights]
-        places = {}
+        most = max(sum(self._sizes[k] for k in part) for parts in owners.rounds for part in parts.values())
+        places = min(len(owners.ranks.shards), 2)
         for number, parts in enumerate(owners.rounds):
             for replica, part in parts.items():
-                end = 0
-                for k in part:
-                    self._starts[k] = end
-                    end += self._sizes[k]
-                    places[k] = 2 if replica != owners.ranks.replica else number % min(owners.ranks.count, 2)
-                ends.append(end)
-        order = sorted({*places.values()})
-        for k, place in places.items():
-            self._starts[k] += order.index(place) * max(ends)
-        self._memory = torch.empty(len(order) * max(ends), dtype=torch.bfloat16, device=fused_group.device)
+                place = number % places if replica == own else places
+                starts |= zip(part, accumulate((self._sizes[k] for k in part), initial=place * most), strict=False)
+        places += len(owners.ranks.replicas) > 1
+        self._starts = [starts[k] for k in range(len(weights))]
+        self._memory = torch.empty(places * most, dtype=torch.bfloat16, device=fused_group.device)
         self.tensors = [
             self._memory[start : start + weight.numel()].view(weight.shape)
             for start, weight in zip(self._starts, weights, strict=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,19 +16,27 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import Replicas, Sharding
 
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Groups of the ranks of meshes with several sharded dimensions, by the default group."""
+"""Groups of ranks along several dimensions of meshes, by the default group."""
 
 
-class _Broadcast(NamedTuple):
-    """One of the broadcasts by which all replicas get what one of them has: over a dimension of the replicas.
+@dataclass(frozen=True)
+class Peers:
+    """Ranks that differ in some dimensions of a mesh alone, this one among them.
 
     Attributes:
-        group: this rank and those that differ from it in that dimension alone.
-        ranks: its global ranks, by their place in that dimension.
+        ranks: their global ranks.
+        coordinates: in the mesh, or the rank in `group` if there is none.
+        own: this rank's position among them.
+        group: their process group; None for a single rank.
     """
 
-    group: Any
-    ranks: list[int]
+    ranks: Sequence[int] = (0,)
+    coordinates: Sequence[tuple[int, ...]] = ((),)
+    own: int = 0
+    group: Any = None
+
+    def __len__(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -37,64 +45,51 @@ class SharingRanks:
 
     Attributes:
         device: of the shards.
-        ranks: the global ranks of this replica.
-        coordinates: of each of them, for `shard_layout`.
-        own: this rank's position among them.
-        group: their process group.
-        replicas: the coordinates of the replicas.
-        replica: this rank's position among them.
-        broadcasts: over the dimensions of the replicas.
+        shards: the ranks of this replica, which have all shards between them.
+        replicas: the ranks with the same shards, one of each replica.
     """
 
     device: torch.device
-    ranks: Sequence[int] = (0,)
-    coordinates: Sequence[tuple[int, ...]] = ((),)
-    own: int = 0
-    group: Any = None
-    replicas: Sequence[tuple[int, ...]] = ((),)
-    replica: int = 0
-    broadcasts: Sequence[_Broadcast] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """The number of ranks of a replica."""
-        return len(self.ranks)
+    shards: Peers = Peers()
+    replicas: Peers = Peers()
 
     def exchange(
-        self, outgoing: Mapping[int, list[Tensor]], incoming: Mapping[int, list[torch.Size]]
-    ) -> Callable[[], dict[int, list[Tensor]]]:
-        """Send tensors to ranks of this replica and receive others of known shapes, in one message to or from each.
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]]
+    ) -> Callable[[], list[list[Tensor]]]:
+        """Send tensors to the ranks of this replica and receive others, in one message to and from each.
+
+        Args:
+            outgoing: the tensors for each rank.
+            incoming: the numbers of elements of those from each rank.
 
         Returns:
-            A function that waits, and returns the tensors received from each rank that has sent some, flat.
+            A function that waits, and returns the tensors received from each rank, flat.
         """
-        flat = {peer: [each.view(-1) for each in tensors] for peer, tensors in outgoing.items() if tensors}
-        sent = {peer: parts[0] if len(parts) == 1 else torch.cat(parts) for peer, parts in flat.items()}
-        sizes = {peer: [shape.numel() for shape in shapes] for peer, shapes in incoming.items() if shapes}
         empty = functools.partial(torch.empty, dtype=torch.bfloat16, device=self.device)
-        received = {peer: sent[peer] if peer == self.own else empty(sum(each)) for peer, each in sizes.items()}
+        flat = [[tensor.view(-1) for tensor in tensors] or [empty(0)] for tensors in outgoing]
+        sent = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in flat]
+        own = self.shards.own
+        received = [sent[own] if peer == own else empty(sum(each)) for peer, each in enumerate(incoming)]
         operations = [
-            dist.P2POp(operation, buffer, self.ranks[peer], self.group)
+            dist.P2POp(operation, buffer, self.shards.ranks[peer], self.shards.group)
             for operation, buffers in ((dist.isend, sent), (dist.irecv, received))
-            for peer, buffer in buffers.items()
-            if peer != self.own and buffer.numel()
+            for peer, buffer in enumerate(buffers)
+            if peer != own and buffer.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
 
-        def wait() -> dict[int, list[Tensor]]:
+        def wait() -> list[list[Tensor]]:
             for work in works:
                 work.wait()
             sent.clear()  # until here, they are being read
-            return {peer: list(received[peer].split(lengths)) for peer, lengths in sizes.items()}
+            return [list(buffer.split(lengths)) for buffer, lengths in zip(received, incoming, strict=True)]
 
         return wait
 
     def broadcast(self, memory: Tensor, replica: int) -> None:
         """Give all replicas the `memory` of one of them: each rank gets that of the rank with the same shards."""
-        source, own = self.replicas[replica], self.replicas[self.replica]
-        for dim, (group, ranks) in enumerate(self.broadcasts):
-            if own[dim + 1 :] == source[dim + 1 :] and memory.numel():
-                dist.broadcast(memory, ranks[source[dim]], group=group)
+        if len(self.replicas) > 1 and memory.numel():
+            dist.broadcast(memory, self.replicas.ranks[replica], group=self.replicas.group)
 
 
 def ranks_that_share(shared: Sharding | Replicas | dist.ProcessGroup | None, device: torch.device) -> SharingRanks:
@@ -105,47 +100,28 @@ def ranks_that_share(shared: Sharding | Replicas | dist.ProcessGroup | None, dev
             flattened parameters; or None.
         device: of the shards.
     """
-    if isinstance(shared, Sharding):
-        return _ranks_of_mesh(shared, device)
     if shared is None:
         return SharingRanks(device)
+    if isinstance(shared, Sharding):
+        mesh, dims = shared.mesh, shared.mesh_dims
+        others = tuple(dim for dim in range(mesh.ndim) if dim not in dims)
+        return SharingRanks(device, _peers(mesh, dims), _peers(mesh, others))
     group = shared.group if isinstance(shared, Replicas) else shared
-    ranks, places, own = dist.get_process_group_ranks(group), [(k,) for k in range(group.size())], group.rank()
-    if shared is group:
-        return SharingRanks(device, ranks, places, own, group)
-    return SharingRanks(device, [ranks[own]], replicas=places, replica=own, broadcasts=[_Broadcast(group, ranks)])
+    peers = Peers(dist.get_process_group_ranks(group), [(k,) for k in range(group.size())], group.rank(), group)
+    return SharingRanks(device, peers) if shared is group else SharingRanks(device, replicas=peers)
 
 
-def _ranks_of_mesh(sharding: Sharding, device: torch.device) -> SharingRanks:
-    mesh, sizes = sharding.mesh, sharding.mesh.shape
-    own = mesh.get_coordinate()
-    assert own is not None
-    copied = [dim for dim in range(mesh.ndim) if dim not in sharding.mesh_dims]
-    every = product(*map(range, sizes))
-    coordinates = [each for each in every if all(each[dim] == own[dim] for dim in copied)]
+def _peers(mesh: Any, dims: tuple[int, ...]) -> Peers:
+    """The ranks that differ from this one in the dimensions `dims` of `mesh`."""
+    own = tuple(mesh.get_coordinate())
+    choices = (range(size) if dim in dims else (own[dim],) for dim, size in enumerate(mesh.shape))
+    coordinates = list(product(*choices))
     ranks = [int(mesh.mesh[each]) for each in coordinates]
-    replicas = list(product(*(range(sizes[dim]) for dim in copied)))
-    lines = [[(*own[:dim], place, *own[dim + 1 :]) for place in range(sizes[dim])] for dim in copied]
-    return SharingRanks(
-        device,
-        ranks,
-        coordinates,
-        coordinates.index(tuple(own)),
-        _group_of(sharding, ranks),
-        replicas,
-        replicas.index(tuple(own[dim] for dim in copied)),
-        [
-            _Broadcast(mesh.get_group(dim), [int(mesh.mesh[each]) for each in line])
-            for dim, line in zip(copied, lines, strict=True)
-        ],
-    )
-
-
-def _group_of(sharding: Sharding, ranks: list[int]) -> Any:
-    """The process group of the ranks that have all shards between them."""
-    if len(sharding.mesh_dims) == 1:
-        return sharding.mesh.get_group(sharding.mesh_dims[0])
-    groups = _GROUPS.setdefault(dist.group.WORLD, {})
-    if tuple(ranks) not in groups:
-        groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
-    return groups[tuple(ranks)]
+    if len(dims) == 1:
+        group = mesh.get_group(dims[0])
+    else:
+        groups = _GROUPS.setdefault(dist.group.WORLD, {})
+        if len(ranks) > 1 and tuple(ranks) not in groups:
+            groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+        group = groups.get(tuple(ranks))
+    return Peers(ranks, coordinates, coordinates.index(own), group)
