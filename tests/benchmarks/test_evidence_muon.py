@@ -50,11 +50,12 @@ def test_fp32_is_torchs_muon_on_the_matrices_of_each_seed():
 def test_normuon_and_cautious_weight_decay_follow_their_papers():
     """NorMuon's first step gives all rows one length; cautious decay leaves weights that the update enlarges."""
     first = Replicas([3, 4], SMALL).blocks[0].out.weight
-    ways = ("muon", "normuon", "cautious")
-    plain, normal, cautious = (stepped(f"{way}-fp32", 1)[0].blocks[0].out.weight for way in ways)
+    ways = ("muon", "normuon", "muonplus", "cautious")
+    plain, normal, same, cautious = (stepped(f"{way}-fp32", 1)[0].blocks[0].out.weight for way in ways)
     update = (first * (1 - 1e-3) - normal).detach()
     length = 1e-2 * 0.2 * 32**0.5  # of a row: the update's mean square is 0.2²
     torch.testing.assert_close(update.norm(dim=-1), torch.full((2, 32), length), rtol=1e-3, atol=0)
+    torch.testing.assert_close(same, normal, rtol=0, atol=1e-6)
     update = (first * (1 - 1e-3) - plain).detach()
     decayed = first * update >= 0
     torch.testing.assert_close(cautious, first * (1 - 1e-3 * decayed) - update, rtol=1e-6, atol=1e-7)

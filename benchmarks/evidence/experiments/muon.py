@@ -1,8 +1,8 @@
 """Does Muon in 16 bits end where it does in FP32? Is it better than AdamW, and are two variants better still?
 
 Hidden matrices are stepped with Muon and all other parameters with AdamW, or all with AdamW, at several rates. The
-variants are NorMuon (Li et al., arXiv:2510.05491, Algorithm 1) and cautious weight decay (Chen et al.,
-arXiv:2510.12402, Algorithm 1).
+variants are NorMuon (Li et al., arXiv:2510.05491, Algorithm 1), Muon+ with rows of equal length (arXiv:2602.21545) and
+cautious weight decay (Chen et al., arXiv:2510.12402, Algorithm 1).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from benchmarks.evidence.training.replicas import Replicas, Shape
 from hf_lowprec.optim.algorithms._newton_schulz import newton_schulz
 
 _COEFFICIENTS, _NS_STEPS, _NS_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
-_ROW_DECAY, _ROW_EPS = 0.95, 1e-8
-"""NorMuon's β₂ and ε."""
+_NORMUON, _MUON_PLUS = 0.95, 0.0
+"""NorMuon's β₂, and without a moving average."""
+_ROW_EPS = 1e-8
 
 
 class FP32Muon(torch.optim.AdamW):
@@ -35,19 +36,24 @@ class FP32Muon(torch.optim.AdamW):
     Args:
         model: in FP32.
         matrices: the parameters of it that are stacks of matrices.
-        normalizes_rows: NorMuon: divide each row of an orthogonalized matrix by the root of a moving average of its
-            mean square, and scale the result to the length of an orthogonal matrix.
+        row_decay: β₂ of NorMuon: divide each row of an orthogonalized matrix by the root of a moving average of its
+            mean square, and scale the result to the length of an orthogonal matrix. None leaves rows as they are.
         is_cautious: decay only weights that the update makes smaller.
         settings: of AdamW; Muon shares `lr` and `weight_decay`.
     """
 
     def __init__(
-        self, model: nn.Module, matrices: list[nn.Parameter], normalizes_rows: bool, is_cautious: bool, **settings: Any
+        self,
+        model: nn.Module,
+        matrices: list[nn.Parameter],
+        row_decay: float | None,
+        is_cautious: bool,
+        **settings: Any,
     ) -> None:
         ids = set(map(id, matrices))
         others = [param for param in model.parameters() if id(param) not in ids]
         super().__init__([{"params": others}, {"params": matrices}], fused=True, **settings)
-        self.normalizes_rows, self.is_cautious = normalizes_rows, is_cautious
+        self.row_decay, self.is_cautious = row_decay, is_cautious
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -61,7 +67,7 @@ class FP32Muon(torch.optim.AdamW):
             momentum = state["momentum_buffer"].lerp_(param.grad, 0.05)
             matrix = param.grad.lerp(momentum, 0.95).bfloat16()
             update = newton_schulz(matrix, _COEFFICIENTS, _NS_STEPS, _NS_EPS).float()
-            if self.normalizes_rows:
+            if self.row_decay is not None:
                 update = self._with_normal_rows(update, state["row_squares"])
             scale = 0.2 * max(param.shape[-2:]) ** 0.5
             param.mul_(1 - lr * decay * (update * param >= 0) if self.is_cautious else 1 - lr * decay)
@@ -69,9 +75,8 @@ class FP32Muon(torch.optim.AdamW):
             param.grad = None
         super().step()
 
-    @staticmethod
-    def _with_normal_rows(update: Tensor, squares: Tensor) -> Tensor:
-        squares.lerp_(update.square().mean(-1, keepdim=True), 1 - _ROW_DECAY)
+    def _with_normal_rows(self, update: Tensor, squares: Tensor) -> Tensor:
+        squares.lerp_(update.square().mean(-1, keepdim=True), 1 - self.row_decay)
         normal = update / (squares.sqrt() + _ROW_EPS)
         return normal * (min(update.shape[-2:]) ** 0.5 / normal.norm(dim=(-2, -1), keepdim=True))
 
@@ -81,17 +86,17 @@ class _MuonMode(Mode):
     """A way to train with Muon: with this package's if it has a `rounding`, otherwise in FP32.
 
     Attributes:
-        normalizes_rows: see `FP32Muon`.
+        row_decay: see `FP32Muon`.
         is_cautious: see `FP32Muon`.
     """
 
-    normalizes_rows: bool = False
+    row_decay: float | None = None
     is_cautious: bool = False
 
     def optimizer(self, model: nn.Module, algorithm: str = "Muon", **settings: Any) -> torch.optim.Optimizer:
         matrices = [param for name, param in model.blocks.named_parameters() if "norm" not in name]  # type: ignore[union-attr]
         if self.rounding is None:
-            return FP32Muon(model, matrices, self.normalizes_rows, self.is_cautious, **settings)
+            return FP32Muon(model, matrices, self.row_decay, self.is_cautious, **settings)
         hf_lowprec.cast_model(model, keep_low_bits=self.rounding != "stochastic")
         return hf_lowprec.Muon(
             model.parameters(), matrices=matrices, rounding=self.rounding, **settings, **self.options
@@ -107,7 +112,8 @@ WAYS = {
     "muon-split": _MuonMode("split", "split"),
     "muon-stochastic": _MuonMode("stochastic", "stochastic"),
     "muon-nearest": _MuonMode("rounded to nearest", "nearest"),
-    "normuon-fp32": _MuonMode("FP32, NorMuon", normalizes_rows=True),
+    "normuon-fp32": _MuonMode("FP32, NorMuon", row_decay=_NORMUON),
+    "muonplus-fp32": _MuonMode("FP32, Muon+", row_decay=_MUON_PLUS),
     "cautious-fp32": _MuonMode("FP32, cautious weight decay", is_cautious=True),
 }
 
@@ -125,7 +131,7 @@ class Settings:
         sequences: per step and seed.
     """
 
-    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3)
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 0.016)
     seeds: int = 10
     steps: int = 2000
     records: tuple[int, ...] = (200, 500, 1000, 1500, 2000)
@@ -182,8 +188,8 @@ def section(record: dict[str, Any]) -> Section:
     heads, steps = ["", *(f"{rate:g}" for rate in rates)], [f"{step:,}" for step in settings["records"]]
     words = (
         f"{describe(settings)} {settings['steps']:,} steps with β = (0.9, 0.95), momentum 0.95 and decay 0.1. The rate "
-        "rises over a twentieth of the steps and then falls to zero. NorMuon and cautious weight decay are not part of "
-        "this package: they were tried in FP32."
+        "rises over a twentieth of the steps and then falls to zero. NorMuon, Muon+ and cautious weight decay were tried "
+        "in FP32."
     )
     ends = "; ".join(f"{mode} {paired(best[f'muon-{mode}'], best[_FP32])}" for mode in ("split", "stochastic"))
     return Section(
