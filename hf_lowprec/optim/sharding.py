@@ -57,23 +57,22 @@ class ShardLayout(NamedTuple):
     Attributes:
         shape: of the shard.
         blocks: which part of the shard is which part of the full tensor, as indices; strided placements have several.
-        is_flat: whether these are indices of the flattened full tensor.
+            Those of a 1-D shard are indices of the flattened tensor.
     """
 
     shape: torch.Size
     blocks: list[tuple[tuple[slice, ...], tuple[slice, ...]]]
-    is_flat: bool = False
 
     def cut(self, full: Tensor) -> Tensor:
         """The contiguous shard of the tensor `full`."""
-        shard, full = full.new_empty(self.shape), full.view(-1) if self.is_flat else full
+        shard, full = full.new_empty(self.shape), full.view(-1) if len(self.shape) == 1 else full
         for local, place in self.blocks:
             shard[local] = full[place]
         return shard
 
     def paste(self, shard: Tensor, full: Tensor) -> None:
         """Copy `shard`, flat or of the shard's shape, to its place in `full`."""
-        shard, full = shard.view(self.shape), full.view(-1) if self.is_flat else full
+        shard, full = shard.view(self.shape), full.view(-1) if len(self.shape) == 1 else full
         for local, place in self.blocks:
             full[place] = shard[local]
 
@@ -216,7 +215,7 @@ def shard_layout(tensor: Tensor, coordinate: Sequence[int] | None = None) -> Sha
     if part := flat_part(tensor):
         (rank,) = (part.group.rank(),) if coordinate is None else coordinate
         begin, end = part.bounds[rank : rank + 2]
-        return ShardLayout(torch.Size([end - begin]), [((slice(end - begin),), (slice(begin, end),))], is_flat=True)
+        return ShardLayout(torch.Size([end - begin]), [((slice(end - begin),), (slice(begin, end),))])
     indices = [_local_indices(tensor, dim, coordinate) for dim in range(tensor.dim())]
     blocks = [
         (

@@ -63,7 +63,7 @@ def test_whole_matrices_of_a_partition_are_not_sent(monkeypatch):
         shards = [torch.arange(12.0).bfloat16(), torch.empty(0, dtype=torch.bfloat16)]
         for k, bounds in enumerate([(0, 12, 12), (0, 0, 12)]):
             set_flat_part(shards[k], FlatPart(k, "", Size([3, 4]), 0, bounds, dist.group.WORLD))
-        owners = MatrixOwners(shards, dist.group.WORLD, CHUNK, lambda shape: 1, first=1)
+        owners = MatrixOwners(shards, dist.group.WORLD, CHUNK, lambda *_: 1, first=1)
         found = owners.gather(dict(enumerate(shards)))()
         assert torch.equal(found.pop(0), shards[0].view(3, 4)) and not found
     finally:
@@ -93,7 +93,7 @@ def check_owners(kind: str) -> None:
         set_replicas(parts, dist.group.WORLD, lambda: True)
     else:
         parts = [nn.Parameter(shard(param.detach().clone(), mesh, placements)) for param in whole]
-    alone, shared = (Muon(params, lr=0.1, rounding="split") for params in (whole, parts))
+    alone, shared = (Muon(params, lr=0.1, rounding="split", normalize_rows=True) for params in (whole, parts))
     own = Counter(shared)
     for _ in range(3):
         for param in whole:
@@ -117,7 +117,7 @@ def check_experts() -> list[int]:
     mesh, size = init_device_mesh("cpu", (3,)), (264, 264)
     whole = nn.Parameter(torch.randn(4, *size, generator=torch.Generator().manual_seed(1)).bfloat16())
     part = nn.Parameter(shard(whole.detach().clone(), mesh, [Shard(0)]))
-    alone, shared = (Muon([param], lr=0.1, rounding="split") for param in (whole, part))
+    alone, shared = (Muon([param], lr=0.1, rounding="split", normalize_rows=True) for param in (whole, part))
     own = Counter(shared)
     whole.grad = torch.randn(4, *size, generator=torch.Generator().manual_seed(2)).bfloat16()
     part.grad = shard(whole.grad, mesh, [Shard(0)])

@@ -198,6 +198,21 @@ MANY_SHAPES = [(24, 40), (40, 24), (24, 40), (33, 33), (7,), (4, 6), (3, 3)]
 MANY_SHAPES += [(24, 40), (40, 24), (24, 40), (5, 24, 40), (24, 40), (33, 33), (8, 8)]
 
 
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (3, 20, 12)])
+def test_rows_get_one_length(shape):
+    """That of the rows of an orthogonal matrix in root mean square; in BF16, an element is off by 2^-8 of it."""
+    matrix = normal(shape, 5, BF16)
+    options = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "ns_eps": 1e-7}
+    optimizer = Muon([nn.Parameter(torch.zeros(shape))])
+    plain, equal = (
+        optimizer.orthogonalize({**options, "normalize_rows": normalized}, matrix).double()
+        for normalized in (False, True)
+    )
+    length = math.sqrt(min(shape[-1] / shape[-2], 1))
+    expected = plain * length / plain.square().sum(-1, keepdim=True).sqrt()
+    assert ((equal - expected).abs() <= (2**-8 + 2**-20) * expected.abs()).all()
+
+
 def trained(**options) -> list:
     """Tensors after four steps of two groups, in which several matrices have the same shape; and what was measured."""
     params = parameters(MANY_SHAPES, BF16)
@@ -217,7 +232,12 @@ def few_elements_at_once(count: int, monkeypatch) -> None:
         monkeypatch.setattr(module, "CHUNK", count)
 
 
-ALL_OPTIONS = [{}, {"rounding": "split"}, {"rounding": "nearest"}, {"max_grad_norm": 0.1, "skip_nonfinite": True}]
+ALL_OPTIONS = [
+    {},
+    {"rounding": "split", "normalize_rows": True},
+    {"rounding": "nearest"},
+    {"max_grad_norm": 0.1, "skip_nonfinite": True},
+]
 
 
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)

@@ -188,8 +188,7 @@ def section(record: dict[str, Any]) -> Section:
     heads, steps = ["", *(f"{rate:g}" for rate in rates)], [f"{step:,}" for step in settings["records"]]
     words = (
         f"{describe(settings)} {settings['steps']:,} steps with β = (0.9, 0.95), momentum 0.95 and decay 0.1. The rate "
-        "rises over a twentieth of the steps and then falls to zero. NorMuon, Muon+ and cautious weight decay were tried "
-        "in FP32."
+        "rises over a twentieth of the steps and then falls to zero."
     )
     ends = "; ".join(f"{mode} {paired(best[f'muon-{mode}'], best[_FP32])}" for mode in ("split", "stochastic"))
     return Section(

@@ -81,14 +81,10 @@ def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
 
 def _matrices(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
     """Format the line about the parameters that are orthogonalized, if there are any."""
-    groups = [group for group in optimizer.param_groups if optimizer.orthogonalizes(group)]
-    matrices, every = (
-        [full_shape(param).numel() for group in some for param in group["params"] if param.requires_grad]
-        for some in (groups, optimizer.param_groups)
-    )
-    if matrices:
-        counts = f"{len(matrices):,} of {len(every):,} parameters, {sum(matrices):,} of {sum(every):,} elements"
-        yield f"  {'orthogonalized':<16}{counts}; the others are stepped with AdamW"
+    groups = filter(optimizer.orthogonalizes, optimizer.param_groups)
+    sizes = [full_shape(param).numel() for group in groups for param in group["params"] if param.requires_grad]
+    if sizes:
+        yield f"  orthogonalized  {len(sizes):,} parameters, {sum(sizes):,} elements; AdamW steps the others"
 
 
 def _names_of_low_bits_states(optimizer: LowPrecisionOptimizer) -> str:

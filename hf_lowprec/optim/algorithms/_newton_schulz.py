@@ -7,9 +7,12 @@ multiplied in batches, where that leaves their bits as they are: what a matrix g
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
+
+from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 
 _SMALL = 1 << 16
 """Elements of a matrix up to which a CPU needs less time for a stack at once than for one matrix after the other."""
@@ -52,6 +55,17 @@ def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], step
         gram = _add_square_by_half(gram, b, c) if by_half else add_product(gram, gram, gram, beta=b, alpha=c)
         x = add_product(x, gram, x, beta=a)
     return x.mT if tall else x
+
+
+def with_equal_rows(matrix: Tensor) -> Tensor:
+    """Scale the rows of an orthogonalized matrix, or of each in a stack, to one length.
+
+    It is their root mean square in an orthogonal matrix: 1, or `√(columns / rows)` if there are more rows than columns.
+    """
+    rows, columns = matrix.shape[-2:]
+    matrix = matrix.contiguous()  # so that a matrix gets the same bits in a stack
+    lengths = torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
+    return matrix.mul_(math.sqrt(min(columns / rows, 1.0)) / lengths.clamp(min=SMALLEST_NORMAL))
 
 
 def _norms(x: Tensor) -> Tensor:

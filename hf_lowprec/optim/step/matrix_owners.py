@@ -53,7 +53,7 @@ class MatrixOwners:
         matrices: Sequence[Any],
         shared: Sharding | Replicas | dist.ProcessGroup | None,
         max_elements: int,
-        at_once: Callable[[torch.Size], int],
+        at_once: Callable[[torch.Size, torch.device], int],
         first: int,
     ) -> None:
         self._matrices, self.shared = matrices, shared
@@ -65,7 +65,7 @@ class MatrixOwners:
             holder, is_whole = holder_of(matrix)
             if is_whole:
                 given[k] = holder
-            elif self._is_held(k, at_once(shapes[k][-2:])):
+            elif self._is_held(k, at_once(shapes[k][-2:], self.ranks.device)):
                 given[k] = None
         replicas = len(self.ranks.replicas)
         self.rounds, self._owners = assign(shapes, len(self.ranks.shards), replicas, given, max_elements, first)
@@ -78,7 +78,7 @@ class MatrixOwners:
         if len(whole) == 2 or not is_sharded(self._matrices[k]):
             return False
         bounds = []
-        for shape, blocks, _ in self._layouts_of(k):
+        for shape, blocks in self._layouts_of(k):
             if shape.numel() and (shape[1:] != whole[1:] or len(blocks) > 1):
                 return False
             bounds += [bound for _, place in blocks for bound in (place[0].start, place[0].stop)]

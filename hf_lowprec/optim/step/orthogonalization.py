@@ -74,9 +74,13 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
 
     def begin(parts: Mapping[int, range]) -> Callable[[], dict[int, Tensor]]:
         """Compute the momentum of this replica's part of a round, and send it to the owners."""
-        own = slots.of(parts.get(owners.ranks.replicas.own, range(0)))
+        own = {k: slots.tensors[k] for k in parts.get(owners.ranks.replicas.own, ())}
+        size = chunk_size(fused_group.device)
         for k, slot in own.items():
-            _compute_momentum_matrix(slot, algorithm, fused_group, k)
+            for start in range(0, slot.numel(), size):
+                chunk = slice(start, start + size)
+                elements = fused_group.elements_without_weight(k, chunk)
+                slot.view(-1)[chunk] = momentum_matrix(algorithm.momentum_matrix, fused_group.spec, *elements)
         return owners.gather(own)
 
     begun: list[Callable[[], dict[int, Tensor]]] = []
@@ -88,7 +92,7 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
             _orthogonalize([matrices[k] for k in batch], algorithm, entries[batch[0]].group)
         for replica, part in parts.items():
             if replica == owners.ranks.replicas.own:
-                owners.scatter(matrices, slots.of(part))
+                owners.scatter(matrices, {k: slots.tensors[k] for k in part})
                 matrices.clear()
             owners.ranks.broadcast(slots.memory_of(part), replica)
             for k in part:
@@ -96,12 +100,11 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
             yield part
             for k in part:
                 entries[k].orthogonalized = None
-    fused_group.matrix_slots = None
 
 
 def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, alone: bool) -> MatrixOwners:
     """Who orthogonalizes the matrices of a group; the same in all steps that are shared alike."""
-    entries, device = fused_group.entries, fused_group.device
+    entries = fused_group.entries
     part = flat_part(entries[0].param)
     shared: Any = fused_group.sharding if part is None else part.group
     if shared is None and not alone:
@@ -109,8 +112,7 @@ def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, alone: bool) ->
         shared = found.pop() if len(found) == 1 else None
     if fused_group.matrix_owners is None or fused_group.matrix_owners.shared != shared:
         matrices, first = [entry.param for entry in entries], entries[0].number
-        at_once = lambda shape: optimizer.matrices_at_once(shape, device)  # noqa: E731
-        fused_group.matrix_owners = MatrixOwners(matrices, shared, CHUNK, at_once, first)
+        fused_group.matrix_owners = MatrixOwners(matrices, shared, CHUNK, optimizer.matrices_at_once, first)
     return fused_group.matrix_owners
 
 
@@ -141,10 +143,6 @@ class _MatrixSlots:
             for start, weight in zip(self._starts, weights, strict=True)
         ]
 
-    def of(self, part: range) -> dict[int, Tensor]:
-        """The slots of a part, by the positions of its entries."""
-        return {k: self.tensors[k] for k in part}
-
     def memory_of(self, part: range) -> Tensor:
         """The memory of the slots of a part, one after the other."""
         return self._memory[self._starts[part[0]] : self._starts[part[-1]] + self._sizes[part[-1]]]
@@ -157,15 +155,6 @@ def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
         column = torch.tensor(values, dtype=torch.float32, device=fused_group.device)[:, None]
         fused_group.lr_scales = values, column
     return fused_group.lr_scales[1]
-
-
-def _compute_momentum_matrix(slot: Tensor, algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int) -> None:
-    """Write this rank's part of what is orthogonalized for entry number `k` into `slot`."""
-    size = chunk_size(slot.device)
-    for start in range(0, slot.numel(), size):
-        chunk = slice(start, start + size)
-        elements = fused_group.elements_without_weight(k, chunk)
-        slot.view(-1)[chunk] = momentum_matrix(algorithm.momentum_matrix, fused_group.spec, *elements)
 
 
 def _batches(fused_group: FusedGroup, entries: Iterable[int]) -> list[list[int]]:

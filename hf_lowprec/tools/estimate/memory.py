@@ -133,9 +133,8 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
         gradients = sum(param.nbytes for param in trained) if waits else 0
         on_host = memory.state.total(), gradients, staging_bytes(trained, waits)
         memory = replace(memory, state=Counter())
-    return Row(
-        name, memory, accumulation, step_peak(optimizer, gpus), None, *on_host, collector_of(optimizer) is not None
-    )
+    frees_gradients = collector_of(optimizer) is not None
+    return Row(name, memory, accumulation, step_peak(optimizer, gpus), None, *on_host, frees_gradients)
 
 
 def _trained(model: nn.Module) -> list[Tensor]:
