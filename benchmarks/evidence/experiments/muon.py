@@ -114,6 +114,7 @@ WAYS = {
     "muon-nearest": _MuonMode("rounded to nearest", "nearest"),
     "normuon-fp32": _MuonMode("FP32, NorMuon", row_decay=_NORMUON),
     "muonplus-fp32": _MuonMode("FP32, Muon+", row_decay=_MUON_PLUS),
+    "muonplus-split": _MuonMode("split, Muon+", "split", options={"normalize_rows": True}),
     "cautious-fp32": _MuonMode("FP32, cautious weight decay", is_cautious=True),
 }
 

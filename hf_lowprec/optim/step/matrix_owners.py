@@ -59,6 +59,7 @@ class MatrixOwners:
         self._matrices, self.shared = matrices, shared
         self._layouts: dict[Any, list[ShardLayout]] = {}
         self.ranks = ranks_that_share(shared, local_shard(matrices[0]).device)
+        self._peers = range(len(self.ranks.shards))
         shapes = list(map(full_shape, matrices))
         given: dict[int, int | None] = {}
         for k, matrix in enumerate(matrices):
@@ -92,9 +93,8 @@ class MatrixOwners:
             its `shards` that are not sent.
         """
         own = [k for k in shards if self._owners[k] == self.ranks.shards.own]
-        peers = range(len(self.ranks.shards))
-        sent = [[shards[k] for k in shards if self._owners[k] == peer] for peer in peers]
-        layouts = [[self._layouts_of(k)[peer] for k in own] for peer in peers]
+        sent = [[shards[k] for k in shards if self._owners[k] == peer] for peer in self._peers]
+        layouts = [[self._layouts_of(k)[peer] for k in own] for peer in self._peers]
         wait = self.ranks.exchange(sent, [[layout.shape.numel() for layout in held] for held in layouts])
 
         def matrices() -> dict[int, Tensor]:
@@ -111,9 +111,8 @@ class MatrixOwners:
     def scatter(self, results: Mapping[int, Tensor], shards: Mapping[int, Tensor]) -> None:
         """Overwrite this rank's `shards` of matrices by those of the owners' `results`, in this replica."""
         own = [k for k in results if self._owners[k] == self.ranks.shards.own]
-        peers = range(len(self.ranks.shards))
-        cut = [[self._layouts_of(k)[peer].cut(results[k]) for k in own] for peer in peers]
-        expected = [[shards[k] for k in shards if self._owners[k] == peer] for peer in peers]
+        cut = [[self._layouts_of(k)[peer].cut(results[k]) for k in own] for peer in self._peers]
+        expected = [[shards[k] for k in shards if self._owners[k] == peer] for peer in self._peers]
         wait = self.ranks.exchange(cut, [[shard.numel() for shard in held] for held in expected])
         for held, received in zip(expected, wait(), strict=True):
             for shard, result in zip(held, received, strict=True):
