@@ -120,7 +120,7 @@ class ParameterSamples:
 
     @cached_property
     def _is_padded(self) -> bool:
-        """Whether any tensor is smaller than the sample, so that its row is padded with zeros."""
+        """Whether a tensor has fewer elements than the sample, so its row is padded with zeros."""
         return min(self.counts) < self._size
 
     def clear_padding(self, matrix: Tensor) -> Tensor:

@@ -281,9 +281,9 @@ def saved_dtype(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 def saved_value(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     """A parameter as its file holds it. From a wider dtype to BF16, it is rounded stochastically.
 
-    A small learning rate moves most weights by less than half of BF16's spacing in a whole run. If training started
-    from BF16 weights, rounding to nearest takes such a weight back to where it started, and with it a part of what the
-    model has learned; stochastic rounding keeps the weight on average.
+    At a small learning rate, a whole run can move most weights by less than half of BF16's spacing. If training started
+    from BF16 weights, rounding to nearest takes such a weight back to where it started, and a part of what the model
+    has learned is lost. Stochastic rounding keeps the weight on average.
 
     Args:
         name: of the parameter. The random bits depend on it alone, so saving twice writes the same file.
