@@ -20,7 +20,7 @@ _HEAD = """\
 # Evidence
 
 This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
-generated from saved results. Open a section for its setup, all results, and the command that measures it again.
+generated from saved results. Open a section for its setup, its claims, and the command that measures it again.
 
 {summary}
 
@@ -63,12 +63,12 @@ The limit was 0.01 with the first results, and was lowered to {LIMIT} when most 
 {LIMIT} is about 0.02 of Trainer's loss per token, and 3% of the steps of the [long runs](#steps). Other limits were
 written down before their experiments ran.
 
-**Measure again.** In a checkout after `make .venv`, each command runs its experiment, keeps its results in FOLDER, and
-prints its part of this page. If you interrupt it, run it again with the same FOLDER, and it resumes. Without `--night`
-or `--full`, the experiment is smaller: all of them, which is `make evidence`, take an hour on two cores. `--cases`
-selects runs. Settings are in [the experiments' files](../../benchmarks/evidence/experiments), results in
-[`benchmarks/results/evidence`](../../benchmarks/results/evidence). `python -m benchmarks.evidence.page` writes this
-page.
+**Measure again.** In a checkout after `make .venv`, the command of a section runs its experiment and keeps the results
+in FOLDER. If you interrupt it, run it again with the same FOLDER, and it resumes. Without `--night` or `--full`, the
+experiment is smaller; `make evidence` runs all of them in an hour on two cores. `--cases` selects runs. Without
+`--output`, the command prints the [saved results](../../benchmarks/results/evidence), with tables by step and by
+learning rate that this page leaves out. Settings are in [the experiments'
+files](../../benchmarks/evidence/experiments). `python -m benchmarks.evidence.page` writes this page.
 """
 
 
@@ -97,7 +97,7 @@ class Section(NamedTuple):
         title: its heading.
         text: what was done.
         rows: the claims.
-        tables: further tables, in Markdown; they are folded.
+        tables: further tables, in Markdown, which the command of the section prints.
         question: what is asked.
         answer: in words, with the decisive figures.
         model: the largest model, in words.
@@ -148,8 +148,9 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
 
 
 def section(experiment: Experiment, record: dict[str, Any]) -> str:
-    """A part of the page in Markdown, with the command that measures it again."""
-    return _rendered(experiment.section(record), experiment.example, record)
+    """A part of the page in Markdown, with all tables and the command that measures it again."""
+    found = experiment.section(record)
+    return "\n\n".join([_rendered(found, experiment.example, record), *found.tables])
 
 
 def _rendered(found: Section, example: str, record: dict[str, Any]) -> str:
@@ -173,12 +174,12 @@ def _rendered(found: Section, example: str, record: dict[str, Any]) -> str:
     )
     name, shown = found.figure
     pictures = [f"![{shown}](../images/{name}{end})" for end in (".svg#only-light", "-dark.svg#only-dark") if name]
-    folded = [found.text, claims * bool(rows and found.table), *found.tables, command]
+    folded = [found.text, claims * bool(rows and found.table), command]
     return "\n\n".join([
         f"## {found.title}",
         *pictures,
         found.table or claims,
-        '<details markdown="1"><summary>Setup and all results</summary>',
+        '<details markdown="1"><summary>Setup and claims</summary>',
         *filter(None, folded),
         "</details>",
     ])  # fmt: skip
