@@ -170,7 +170,7 @@ class FusedGroupUpdates:
         """The samples of the orthogonalized matrices, which are computed part by part; FP32."""
         entries = self._fused_group.entries
         # Replicas may not measure this step, so nothing is computed with them.
-        parts = parts_to_step(self._optimizer, self._backend_step, alone=True)
+        parts = parts_to_step(self._optimizer, self._backend_step, without_replicas=True)
         rows = {k: self._samples.gather_row(k, entries[k].tensors[ORTHOGONALIZED]) for part in parts for k in part}
         return torch.stack([rows[k] for k in range(len(entries))]).float()
 

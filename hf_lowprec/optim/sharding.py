@@ -143,7 +143,7 @@ def set_replicas(tensors: Iterable[Tensor], group: ProcessGroup, are_equal: Call
 
 
 def replicas_of(tensor: Tensor) -> Replicas | None:
-    """The other ranks that take the coming step of the same plain `tensor`, if there are any."""
+    """The ranks that take the coming step of the same plain `tensor`, if this is not the only one."""
     found: Replicas | None = _REPLICAS.get(tensor)
     return found if found is not None and found.group.size() > 1 and found.are_equal() else None
 

@@ -248,9 +248,14 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
 
 
 def averages_gradients(model: weakref.ref[DistributedDataParallel]) -> bool:
-    """Return whether DDP averages gradients over all ranks: not in `no_sync`, nor if ranks may run out of inputs."""
+    """Return whether DDP averages gradients over all ranks, and has done so since the last forward pass.
+
+    It does not in `no_sync`, nor if ranks may run out of inputs.
+    """
     found = model()
-    return found is not None and bool(found.require_backward_grad_sync) and not joins_ranks(found)
+    if found is None or joins_ranks(found):
+        return False
+    return bool(found.require_backward_grad_sync and found.require_forward_param_sync)
 
 
 def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans, argument: str) -> None:

@@ -3,6 +3,7 @@
 Steps on shards of all kinds are in `test_sharded_steps.py`.
 """
 
+from contextlib import closing, nullcontext
 from itertools import product
 
 import pytest
@@ -11,16 +12,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Size, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_lowprec
 from benchmarks.muon_shares import KINDS, LLAMA_8B, shares
-from hf_lowprec import Muon
-from hf_lowprec.optim.sharding import FlatPart, set_flat_part, set_replicas
+from hf_lowprec import Muon, PrecisionMonitor
+from hf_lowprec.optim.sharding import FlatPart, Sharding, set_flat_part, set_replicas
 from hf_lowprec.optim.step import orthogonalization, whole_tensor_quantities
 from hf_lowprec.optim.step.fused_group import CHUNK
 from hf_lowprec.optim.step.matrix_owners import MatrixOwners, assign, cost
+from hf_lowprec.optim.step.sharing_ranks import ranks_that_share
 from hf_lowprec.tools.estimate.activations import LiveMemory
 from hf_lowprec.tools.estimate.memory import step_peak
 from tests.support.optim.backward_pass import give_gradients
@@ -63,7 +65,8 @@ def test_whole_matrices_of_a_partition_are_not_sent(monkeypatch):
         shards = [torch.arange(12.0).bfloat16(), torch.empty(0, dtype=torch.bfloat16)]
         for k, bounds in enumerate([(0, 12, 12), (0, 0, 12)]):
             set_flat_part(shards[k], FlatPart(k, "", Size([3, 4]), 0, bounds, dist.group.WORLD))
-        owners = MatrixOwners(shards, dist.group.WORLD, CHUNK, lambda *_: 1, first=1)
+        ranks = ranks_that_share(dist.group.WORLD, torch.device("cpu"), without_replicas=False)
+        owners = MatrixOwners(shards, ranks, CHUNK, lambda *_: 1, first=1)
         found = owners.gather(dict(enumerate(shards)))()
         assert torch.equal(found.pop(0), shards[0].view(3, 4)) and not found
     finally:
@@ -81,8 +84,12 @@ MESHES = {
 
 
 def check_owners(kind: str) -> None:
-    """Three steps on `SHAPES`, compared with those of this process alone; and who orthogonalizes how much."""
+    """Steps on `SHAPES`, compared with those of this process alone; and who orthogonalizes how much in three.
+
+    In the fourth, the ranks of one replica measure what the step does.
+    """
     dist.init_process_group("gloo")
+    dist.new_group([0])  # ranks are in different numbers of groups
     orthogonalization.CHUNK = 300  # several parts
     sizes, placements = MESHES[kind]
     mesh = init_device_mesh("cpu", sizes)
@@ -95,17 +102,20 @@ def check_owners(kind: str) -> None:
         parts = [nn.Parameter(shard(param.detach().clone(), mesh, placements)) for param in whole]
     alone, shared = (Muon(params, lr=0.1, rounding="split", normalize_rows=True) for params in (whole, parts))
     own = Counter(shared)
-    for _ in range(3):
+    for step in range(4):
+        first_replica = dist.get_rank() == 0 if placements is None else kind != "hybrid" or mesh.get_local_rank(0) == 0
+        counts = own.elements
         for param in whole:
             param.grad = torch.randn(param.shape, generator=generator).bfloat16()
         grads = [param.grad.clone() if placements is None else shard(param.grad, mesh, placements) for param in whole]
         give_gradients(shared, parts, grads)
-        shared.step()
+        with closing(PrecisionMonitor(shared, every=1)) if step == 3 and first_replica else nullcontext():
+            shared.step()
         alone.step()
     for param, part in zip(whole, parts, strict=True):
         found = part if placements is None else part.full_tensor()
         assert torch.equal(found, param), (kind, tuple(param.shape))
-    counts = of_every_rank(own.elements)
+    counts = of_every_rank(counts)
     assert sum(counts) == 3 * sum(param.numel() for param in whole)
     assert min(counts) > 0 and max(counts) <= sum(counts) / len(counts) + 3 * 2 * 240
     dist.destroy_process_group()
@@ -133,8 +143,8 @@ def test_ranks_that_hold_whole_experts_orthogonalize_their_own():
     assert on_ranks(check_experts, 3) == [2, 2, 0]
 
 
-def check_accelerate() -> list[int]:
-    """A step under DDP; how many elements each rank orthogonalizes."""
+def check_accelerate() -> list[list[int]]:
+    """Steps under DDP, of which the second has gradients of this rank alone: elements that each rank orthogonalizes."""
     accelerator, model = Accelerator(cpu=True), llama()
     hf_lowprec.prepare_accelerator(accelerator)
     hf_lowprec.cast_model(model)
@@ -142,18 +152,59 @@ def check_accelerate() -> list[int]:
     optimizer = Muon(model.parameters(), lr=0.1, rounding="split", matrices=matrices)
     model, prepared = accelerator.prepare(model, optimizer)
     own = Counter(optimizer)
-    tokens = torch.arange(8)[None] + accelerator.process_index
-    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-    prepared.step()
-    assert len({*of_every_rank(digest(model.parameters(), optimizer))}) == 1
-    return [sum(matrix.numel() for matrix in matrices), *of_every_rank(own.elements)]
+    tokens, found = torch.arange(8)[None] + accelerator.process_index, []
+    for is_local in (False, True, False):
+        with model.no_sync() if is_local else nullcontext():
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        own.elements = 0
+        prepared.step()
+        prepared.zero_grad()
+        assert len({*of_every_rank(digest(model.parameters(), optimizer))}) == 1 or found
+        found.append(of_every_rank(own.elements))
+    return [[sum(matrix.numel() for matrix in matrices)], *found]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_accelerate_makes_ddp_share_the_work():
-    total, *counts = on_ranks(check_accelerate, 2)
-    assert sum(counts) == total and min(counts) > 0.4 * total
+    (total,), first, local, last = on_ranks(check_accelerate, 2)
+    assert sum(first) == total and min(first) > 0.4 * total
+    assert local == [total, total] and last == first
+
+
+def check_some_replicas() -> list[int]:
+    """A step of two matrices of which ranks share one."""
+    dist.init_process_group("gloo")
+    params = [nn.Parameter(torch.full((4, 6), 0.5).bfloat16()) for _ in range(2)]
+    set_replicas(params[:1], dist.group.WORLD, lambda: True)
+    optimizer = Muon(params)
+    own = Counter(optimizer)
+    for param in params:
+        param.grad = torch.eye(4, 6).bfloat16()
+    optimizer.step()
+    return of_every_rank(own.elements)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_matrices_that_only_some_ranks_have_are_not_shared():
+    assert on_ranks(check_some_replicas, 2) == [48, 48]
+
+
+@pytest.mark.parametrize(("at_once", "are_sent"), [(1, False), (2, False), (3, True), (8, True)])
+def test_experts_stay_where_they_are_unless_they_are_orthogonalized_with_others(at_once, are_sent, monkeypatch):
+    """Eight on four ranks."""
+    sent = []
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: sent.extend(operations) or [])
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        part = DTensor.from_local(torch.ones(2, 3, 4, dtype=torch.bfloat16), mesh, [Shard(0)], run_check=False)
+        ranks = ranks_that_share(Sharding(mesh, (0,)), torch.device("cpu"), without_replicas=False)
+        MatrixOwners([part], ranks, CHUNK, lambda *_: at_once, first=0).gather({0: part.to_local()})
+    finally:
+        dist.destroy_process_group()
+    assert bool(sent) is are_sent
 
 
 class Counter:

@@ -198,7 +198,7 @@ MANY_SHAPES = [(24, 40), (40, 24), (24, 40), (33, 33), (7,), (4, 6), (3, 3)]
 MANY_SHAPES += [(24, 40), (40, 24), (24, 40), (5, 24, 40), (24, 40), (33, 33), (8, 8)]
 
 
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (3, 20, 12)])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (3, 20, 12), (0, 4), (3, 0, 4)])
 def test_rows_get_one_length(shape):
     """That of the rows of an orthogonal matrix in root mean square; in BF16, an element is off by 2^-8 of it."""
     matrix = normal(shape, 5, BF16)
@@ -208,7 +208,7 @@ def test_rows_get_one_length(shape):
         optimizer.orthogonalize({**options, "normalize_rows": normalized}, matrix).double()
         for normalized in (False, True)
     )
-    length = math.sqrt(min(shape[-1] / shape[-2], 1))
+    length = math.sqrt(min(shape[-1] / max(shape[-2], 1), 1))
     expected = plain * length / plain.square().sum(-1, keepdim=True).sqrt()
     assert ((equal - expected).abs() <= (2**-8 + 2**-20) * expected.abs()).all()
 
@@ -326,10 +326,11 @@ def test_batches_are_tried_on_the_cpu_whatever_the_default_device_and_not_used_e
     assert not newton_schulz.batch_keeps_bits(2, (64, 64), torch.device("meta"))
 
 
-def peak(shapes: list[tuple[int, ...]], **options) -> int:
+def peak(shapes: list[tuple[int, ...]], groups: int = 1, **options) -> int:
     """The bytes that a step of matrices of these shapes holds at once, apart from weights, gradients and states."""
     params = parameters(shapes, BF16)
-    optimizer = Muon(params, rounding="stochastic", **options)
+    kinds = [{"params": params[k::groups], "nesterov": k % 2 == 0} for k in range(groups)]
+    optimizer = Muon(kinds, rounding="stochastic", **options)
     give_gradients(params, 0)
     optimizer.step()
     give_gradients(params, 1)
@@ -359,10 +360,11 @@ def test_a_stack_of_large_matrices_takes_memory_for_one_of_them(monkeypatch):
 
 
 def test_a_step_holds_one_orthogonalized_matrix(monkeypatch):
-    """Eleven more matrices of 32 KiB each take no more memory than their tables."""
+    """Eleven more matrices of 32 KiB each take no more memory than their tables, also in two kinds of groups."""
     few_elements_at_once(100, monkeypatch)
-    one, twelve = (peak([(128, 128)] * count, backend="native") for count in (1, 12))
-    assert 8 * 128 * 128 <= one <= twelve <= one + 1024 * 12
+    cases = ((1, 1), (12, 1), (12, 2))
+    one, twelve, in_groups = (peak([(128, 128)] * count, groups, backend="native") for count, groups in cases)
+    assert 8 * 128 * 128 <= one <= min(twelve, in_groups) and max(twelve, in_groups) <= one + 1024 * 12
 
 
 # Matrices of models.

@@ -37,7 +37,11 @@ CASES = {
     "replicated": ("line", [(5, 3), ()], [Replicate()]),
     "rows and columns": ("square", [(5, 7), (2, 3), (1, 3)], [Shard(0), Shard(1)]),
     "rows twice": ("square", [(11, 3), (8, 2)], [Shard(0), Shard(0)]),
-    "tensor parallel below data parallel": ("square", [(8, 3), (16, 2)], [_StridedShard(0, split_factor=2), Shard(0)]),
+    "tensor parallel below data parallel": (
+        "square",
+        [(8, 3), (16, 2), (8, 3, 2)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+    ),
     "hybrid": ("square", [(9, 4), (3,)], [Replicate(), Shard(0)]),
     "columns, replicated": ("square", [(4, 9)], [Shard(1), Replicate()]),
 }

@@ -64,7 +64,7 @@ def initialize_deepspeed(
     Raises:
         RuntimeError: the ranks' models or settings differ.
         ValueError: `config` selects what is not supported, such as offload; or `model` has parameters of several
-            dtypes; or `optimizer` needs whole tensors or releases gradients.
+            dtypes; or `optimizer` takes means over whole tensors or releases gradients.
     """
     if not isinstance(config, dict):
         config = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())

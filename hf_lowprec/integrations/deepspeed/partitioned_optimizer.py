@@ -76,7 +76,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         model: the model, for their names.
 
     Raises:
-        ValueError: the optimizer has states, or needs whole tensors, or releases gradients.
+        ValueError: the optimizer has states, or takes means over whole tensors, or releases gradients.
     """
 
     def __init__(self, optimizer: LowPrecisionOptimizer, model: nn.Module) -> None:

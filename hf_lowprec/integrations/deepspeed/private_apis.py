@@ -26,7 +26,7 @@ _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
 class Piece(NamedTuple):
-    """A range of a parameter that lies in a rank's flat partition.
+    """A range of a parameter, which may be empty, that lies in a rank's flat partition.
 
     Attributes:
         param: the parameter of the model.
@@ -48,7 +48,7 @@ class Partition(NamedTuple):
         flat: this rank's part of some parameters, one after the other.
         group: the position of their param group among those that DeepSpeed was given.
         ranks: those that hold the other parts.
-        pieces: what it holds, in its order, and what it holds nothing of. The rest is padding.
+        pieces: all parameters of the group in order, also those of which this rank holds nothing. The rest is padding.
     """
 
     flat: Tensor

@@ -65,7 +65,7 @@ def with_equal_rows(matrix: Tensor) -> Tensor:
     rows, columns = matrix.shape[-2:]
     matrix = matrix.contiguous()  # so that a matrix gets the same bits in a stack
     lengths = torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
-    return matrix.mul_(math.sqrt(min(columns / rows, 1.0)) / lengths.clamp(min=SMALLEST_NORMAL))
+    return matrix.mul_(math.sqrt(min(columns / max(rows, 1), 1.0)) / lengths.clamp(min=SMALLEST_NORMAL))
 
 
 def _norms(x: Tensor) -> Tensor:

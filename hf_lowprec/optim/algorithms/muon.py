@@ -48,17 +48,18 @@ class Muon(AdamW):
     `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is False.
 
     Under FSDP2 and DeepSpeed, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered
-    in BF16 and orthogonalized on one rank, as a single process would, and the result is sent back while the next ones
-    are computed.
+    in BF16 and orthogonalized on one rank, as a single process would, and the result is sent back. Meanwhile, the next
+    matrices are gathered.
 
     States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
     by default. `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
     int64 scalar.
 
     Bytes per element of a matrix, gradient included: 8 with `kahan` and `split`, 6 with the other modes. A step
-    orthogonalizes one matrix at a time, or several small ones. It temporarily takes 2 bytes per element of the largest
-    matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more (`hf-lowprec
-    estimate` prints it); matrix products may take scratch memory of their own.
+    orthogonalizes one matrix at a time, or several small ones. On one GPU, it temporarily takes 2 bytes per element of
+    the largest matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more. If GPUs
+    share the work, it takes up to 6 bytes per element more (`hf-lowprec estimate` prints both). Matrix products may
+    take scratch memory of their own.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class FusedGroup:
         new_means: the new values of the entries' `means`, one after the other, by dimension. Only during a step.
         lr_scales: `lr_scale` of each entry, for algorithms that orthogonalize: as numbers, and as an FP32 tensor of
             shape (entries, 1) on `device`. None before the first step.
-        matrix_owners: which ranks share the entries, and which of them orthogonalizes each. None before the first step.
+        matrix_owners: which rank orthogonalizes which entry, by the ranks that share them; see `orthogonalization.py`.
         matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
             that are not stepped at the same time share memory. None except while matrices are stepped.
     """
@@ -104,7 +104,7 @@ class FusedGroup:
         self.enabled: Tensor | None = None
         self.per_param_scalars: Tensor | None = None
         self.lr_scales: tuple[list[float], Tensor] | None = None
-        self.matrix_owners: MatrixOwners | None = None
+        self.matrix_owners: dict[Any, MatrixOwners] = {}
         self.matrix_slots: list[Tensor] | None = None
         self.new_means: dict[int, Tensor] = {}
 

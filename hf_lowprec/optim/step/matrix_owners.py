@@ -14,20 +14,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import (
-    Replicas,
-    Sharding,
     ShardLayout,
     flat_part,
     full_shape,
     is_sharded,
-    local_shard,
     shard_layout,
 )
-from hf_lowprec.optim.step.sharing_ranks import ranks_that_share
+from hf_lowprec.optim.step.sharing_ranks import SharingRanks
 
 
 class MatrixOwners:
@@ -37,39 +33,37 @@ class MatrixOwners:
         rounds: the matrices in the order of their steps: for each replica that takes part in a round, the ones that it
             owns, consecutive and stepped together.
         ranks: those that share the work.
-        shared: see below.
 
     Args:
         matrices: the parameters, in the order that `order_of_steps` gives. They are shared alike: DTensors that are
             sharded over the same dimensions of a mesh, parts of flattened parameters, or plain tensors.
-        shared: how they are sharded; or the ranks that have the same plain tensors, or parts of the same ones; or None.
-        max_elements: of matrices that are stepped together, unless they are one per rank of a replica.
+        ranks: see above.
+        max_elements: of matrices that are stepped together. One for each rank of a replica may have more.
         at_once: how many matrices of a shape in a stack are orthogonalized at once, independently of all others.
-        first: which rank takes part first, modulo their number.
+        first: which rank gets the first matrix, modulo their number; so that small groups do not all begin with rank 0.
     """
 
     def __init__(
         self,
         matrices: Sequence[Any],
-        shared: Sharding | Replicas | dist.ProcessGroup | None,
+        ranks: SharingRanks,
         max_elements: int,
         at_once: Callable[[torch.Size, torch.device], int],
         first: int,
     ) -> None:
-        self._matrices, self.shared = matrices, shared
+        self._matrices, self.ranks = matrices, ranks
         self._layouts: dict[Any, list[ShardLayout]] = {}
-        self.ranks = ranks_that_share(shared, local_shard(matrices[0]).device)
-        self._peers = range(len(self.ranks.shards))
+        self._peers = range(len(ranks.shards))
         shapes = list(map(full_shape, matrices))
         given: dict[int, int | None] = {}
         for k, matrix in enumerate(matrices):
             holder, is_whole = holder_of(matrix)
             if is_whole:
                 given[k] = holder
-            elif self._is_held(k, at_once(shapes[k][-2:], self.ranks.device)):
+            elif self._is_held(k, at_once(shapes[k][-2:], ranks.device)):
                 given[k] = None
-        replicas = len(self.ranks.replicas)
-        self.rounds, self._owners = assign(shapes, len(self.ranks.shards), replicas, given, max_elements, first)
+        counts = len(ranks.shards), len(ranks.replicas)
+        self.rounds, self._owners = assign(shapes, *counts, given, max_elements, first)
 
     def _is_held(self, k: int, at_once: int) -> bool:
         """Return whether ranks can orthogonalize what they hold, with the same bits: the matrix, or whole experts."""
@@ -170,8 +164,8 @@ def assign(
         ranks: of a replica.
         replicas: how many share the work.
         given: the owners of some matrices.
-        max_elements: of matrices that are stepped together, unless they are one per rank of a replica.
-        first: which replica and which of its ranks comes first, modulo their number.
+        max_elements: of matrices that are stepped together. One for each rank of a replica may have more.
+        first: which replica, and which of its ranks, gets the first matrix, modulo their number.
 
     Returns:
         The rounds, see `MatrixOwners`; and the owner of each matrix, a rank of its replica, or None if every rank
@@ -196,8 +190,8 @@ def assign(
 def _parts(shapes: Sequence[torch.Size], ranks: int, replicas: int, max_elements: int) -> list[range]:
     """Consecutive matrices that are stepped together. Each replica gets a part, if there are enough matrices.
 
-    The largest matrices come first, so the part whose temporaries take most memory is the first: running out of memory
-    leaves all weights of the group unchanged.
+    The largest matrices come first, so the part whose temporaries take most memory is the first: if it runs out of
+    memory, this rank has not changed a weight of the group.
     """
     sizes = list(map(torch.Size.numel, shapes))
     most = min(max_elements, -(-sum(sizes) // replicas))

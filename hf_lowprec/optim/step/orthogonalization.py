@@ -1,7 +1,7 @@
 """Orthogonalize the momentum of matrices before the fused step takes them.
 
 Matrices are orthogonalized and stepped in parts, one after the other, so that a step never holds those of a whole
-model. Each sharded matrix is orthogonalized by one rank (`matrix_owners.py`), so all ranks get the same bits.
+model. Ranks share the work (`matrix_owners.py`): whoever orthogonalizes a matrix gives the others the result.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup
 from hf_lowprec.optim.step.fused_step import momentum_matrix
 from hf_lowprec.optim.step.matrix_owners import MatrixOwners
+from hf_lowprec.optim.step.sharing_ranks import ranks_that_share
 from hf_lowprec.optim.step.whole_tensor_quantities import chunk_size
 
 _BATCH = 1 << 18
@@ -50,7 +51,7 @@ class MatrixAlgorithm(Protocol):
         """The factor of the learning rate for a parameter of `shape`."""
 
 
-def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool = False) -> Iterator[range]:
+def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, without_replicas: bool = False) -> Iterator[range]:
     """Yield the entries of a fused group in parts, each of which must be stepped before the next one is asked for.
 
     A group that orthogonalizes yields a few matrices at a time, after it has computed their orthogonalized momentum,
@@ -59,14 +60,14 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
     Args:
         optimizer: the optimizer.
         backend_step: of the group.
-        alone: do not share the work with replicas, which do not call this.
+        without_replicas: do not share the work with replicas, which may not call this.
     """
     fused_group = backend_step.fused_group
     if not fused_group.spec.orthogonalizes:
         yield range(len(fused_group.entries))
         return
     algorithm, entries = cast(MatrixAlgorithm, optimizer), fused_group.entries
-    owners = _owners(algorithm, fused_group, alone)
+    owners = _owners(algorithm, fused_group, without_replicas)
     fused_group.per_param_scalars = _lr_scales(algorithm, fused_group)
     slots = _MatrixSlots(fused_group, owners)
     fused_group.matrix_slots = slots.tensors
@@ -100,20 +101,22 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, alone: bool =
             yield part
             for k in part:
                 entries[k].orthogonalized = None
+    fused_group.matrix_slots = None
 
 
-def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, alone: bool) -> MatrixOwners:
+def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, without_replicas: bool) -> MatrixOwners:
     """Who orthogonalizes the matrices of a group; the same in all steps that are shared alike."""
-    entries = fused_group.entries
-    part = flat_part(entries[0].param)
+    matrices, first = [entry.param for entry in fused_group.entries], fused_group.entries[0].number
+    part = flat_part(matrices[0])
     shared: Any = fused_group.sharding if part is None else part.group
-    if shared is None and not alone:
-        found = {replicas_of(entry.param) for entry in entries}
+    if shared is None:
+        found = set(map(replicas_of, matrices))
         shared = found.pop() if len(found) == 1 else None
-    if fused_group.matrix_owners is None or fused_group.matrix_owners.shared != shared:
-        matrices, first = [entry.param for entry in entries], entries[0].number
-        fused_group.matrix_owners = MatrixOwners(matrices, shared, CHUNK, optimizer.matrices_at_once, first)
-    return fused_group.matrix_owners
+    key = shared, without_replicas
+    if key not in fused_group.matrix_owners:
+        ranks = ranks_that_share(shared, fused_group.device, without_replicas)
+        fused_group.matrix_owners[key] = MatrixOwners(matrices, ranks, CHUNK, optimizer.matrices_at_once, first)
+    return fused_group.matrix_owners[key]
 
 
 class _MatrixSlots:

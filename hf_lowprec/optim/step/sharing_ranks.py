@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,19 +14,16 @@ from torch import Tensor
 
 from hf_lowprec.optim.sharding import Replicas, Sharding
 
-_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Groups of ranks along several dimensions of meshes, by the default group."""
-
 
 @dataclass(frozen=True)
 class Peers:
-    """Ranks that differ in some dimensions of a mesh alone, this one among them.
+    """This rank and those whose coordinates in a mesh differ only in certain dimensions, or the ranks of a group.
 
     Attributes:
         ranks: their global ranks.
-        coordinates: in the mesh, or the rank in `group` if there is none.
+        coordinates: of each in the mesh, or its rank in the group.
         own: this rank's position among them.
-        group: their process group; None for a single rank.
+        group: a process group of which they are a part.
     """
 
     ranks: Sequence[int] = (0,)
@@ -92,36 +88,40 @@ class SharingRanks:
             dist.broadcast(memory, self.replicas.ranks[replica], group=self.replicas.group)
 
 
-def ranks_that_share(shared: Sharding | Replicas | dist.ProcessGroup | None, device: torch.device) -> SharingRanks:
+def ranks_that_share(
+    shared: Sharding | Replicas | dist.ProcessGroup | None, device: torch.device, without_replicas: bool
+) -> SharingRanks:
     """The ranks that share matrices.
 
     Args:
         shared: how the matrices are sharded; or the ranks that have the same plain tensors, or parts of the same
             flattened parameters; or None.
         device: of the shards.
+        without_replicas: whether each replica orthogonalizes all matrices.
     """
-    if shared is None:
-        return SharingRanks(device)
+    shards = replicas = Peers()
     if isinstance(shared, Sharding):
         mesh, dims = shared.mesh, shared.mesh_dims
-        others = tuple(dim for dim in range(mesh.ndim) if dim not in dims)
-        return SharingRanks(device, _peers(mesh, dims), _peers(mesh, others))
-    group = shared.group if isinstance(shared, Replicas) else shared
-    peers = Peers(dist.get_process_group_ranks(group), [(k,) for k in range(group.size())], group.rank(), group)
-    return SharingRanks(device, peers) if shared is group else SharingRanks(device, replicas=peers)
+        # Replicas along other dimensions do the same work.
+        copied = tuple(dim for dim in range(mesh.ndim) if dim not in dims)[:1]
+        shards, replicas = _peers_in_mesh(mesh, dims), _peers_in_mesh(mesh, copied)
+    elif isinstance(shared, Replicas):
+        replicas = _peers_in_group(shared.group)
+    elif shared is not None:
+        shards = _peers_in_group(shared)
+    return SharingRanks(device, shards, Peers() if without_replicas else replicas)
 
 
-def _peers(mesh: Any, dims: tuple[int, ...]) -> Peers:
-    """The ranks that differ from this one in the dimensions `dims` of `mesh`."""
+def _peers_in_group(group: dist.ProcessGroup) -> Peers:
+    ranks = dist.get_process_group_ranks(group)
+    return Peers(ranks, [(rank,) for rank in range(len(ranks))], group.rank(), group)
+
+
+def _peers_in_mesh(mesh: Any, dims: tuple[int, ...]) -> Peers:
+    """The ranks whose coordinates differ from this one's only in the dimensions `dims` of `mesh`."""
     own = tuple(mesh.get_coordinate())
-    choices = (range(size) if dim in dims else (own[dim],) for dim, size in enumerate(mesh.shape))
-    coordinates = list(product(*choices))
+    coordinates = list(product(*(range(n) if dim in dims else (own[dim],) for dim, n in enumerate(mesh.shape))))
     ranks = [int(mesh.mesh[each]) for each in coordinates]
-    if len(dims) == 1:
-        group = mesh.get_group(dims[0])
-    else:
-        groups = _GROUPS.setdefault(dist.group.WORLD, {})
-        if len(ranks) > 1 and tuple(ranks) not in groups:
-            groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
-        group = groups.get(tuple(ranks))
+    # Messages between two ranks need no group of their own.
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else dist.group.WORLD
     return Peers(ranks, coordinates, coordinates.index(own), group)
