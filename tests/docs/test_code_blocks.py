@@ -17,16 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import hf_lowprec
-from tests.support.docs.pages import DOCS, blocks
+from tests.support.docs.pages import DOCS, ROOT, blocks
 from tests.support.training.counting_text import preferences, sentences, tokenizer
 from tests.support.training.tiny_trainer import counting_data, llama
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 """The name that pages load by; a folder with a tiny model takes its place."""
 
+DATA = "stanfordnlp/imdb"
+"""The data set that pages load by name; some sentences take its place."""
+
 PAGES = [
     page
-    for page in sorted(DOCS.rglob("*.md"))
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
     if "contributing" not in page.parts and any(block.language == "python" for block in blocks(page))
 ]
 
@@ -84,6 +87,15 @@ def defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cls, "__init__", init)
 
 
+def without_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `load_dataset` give sentences for `DATA`."""
+    import datasets
+
+    rows, original = datasets.Dataset.from_dict({"text": sentences(16)}), datasets.load_dataset
+    load = lambda name, **kwargs: rows if name == DATA else original(name, **kwargs)  # noqa: E731
+    monkeypatch.setattr(datasets, "load_dataset", load)
+
+
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
@@ -92,13 +104,14 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run(
     page: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
     defaults_of_arguments(monkeypatch)
     without_sharding(monkeypatch)
+    without_hub(monkeypatch)
     Path("train.txt").write_text("\n".join(sentences(16)))
     names = prelude(folder)
     if "reference" in page.parts:  # shows calls; the others are programs, with their imports
