@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -43,6 +44,11 @@ def metadata(built: Path) -> Message:
         return message_from_string(archive.read(name).decode())
 
 
+def test_the_notebook_of_a_release_clones_it(built: Path) -> None:
+    cells = json.loads((built.parent / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert f'REPOSITORY = "{URL}"\n' in [line for cell in cells for line in cell["source"]]
+
+
 def test_the_wheel_has_every_module_of_the_package_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     assert wheel.stat().st_size < WHEEL_BYTES
@@ -69,8 +75,9 @@ def test_the_metadata_have_links_and_a_page_that_needs_no_other_file(built: Path
     page = str(found.get_payload())
     assert page.startswith("# hf_lowprec")
     assert LINK.search(page) is None and IMAGE.search(page) is None
-    for kind in ("src", "srcset"):
-        assert re.search(rf'{kind}="{URL}/raw/v0\.1\.0/docs/[^"]+"', page), kind
+    assert re.search(rf'src="{URL}/raw/v0\.1\.0/docs/[^"]+"', page)
+    for badge in (f"({URL}/site)", f"({URL}/actions/workflows/ci.yml)", "/github/owner/name/blob/v0.1.0/examples/"):
+        assert page.index("[![") < page.index(badge) < page.index("Train Hugging Face models"), badge
     assert found.get_all("License-Expression") == ["Apache-2.0"]
 
 

@@ -2,8 +2,9 @@
 
     python -m tools.release_links https://github.com/OWNER/NAME v0.1.0
 
-`pyproject.toml` gets `[project.urls]`, and relative links of `README.md` become absolute, since a package index shows
-the page without the files next to it. The repository itself does not say where it is hosted.
+`pyproject.toml` gets `[project.urls]`. `README.md` gets badges, and its relative links become absolute, since a package
+index shows the page without the files next to it. The notebook gets the address that it clones. The repository itself
+does not say where it is hosted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,17 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^()\s]+)\)")
 
 IMAGE = re.compile(r'\b(src|srcset)="(?!https?:)([^"\s]+)"')
 """The relative address of an image in HTML, which can have a width and a dark version."""
+
+
+BADGES = """
+[![Tests]({url}/actions/workflows/ci.yml/badge.svg)]({url}/actions/workflows/ci.yml)
+[![Documentation](https://img.shields.io/badge/docs-online-blue)]({site})
+[![License](https://img.shields.io/badge/license-Apache--2.0-blue)]({url}/blob/{tag}/LICENSE)
+[![Python](https://img.shields.io/badge/python-3.10+-blue)]({url}/blob/{tag}/pyproject.toml)
+[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab})
+"""
+"""Below the title of `README.md`."""
+COLAB = "https://colab.research.google.com/github/{path}/blob/{tag}/examples/quickstart.ipynb"
 
 
 def write_links(root: Path, url: str, tag: str, site: str) -> None:
@@ -48,7 +60,15 @@ def write_links(root: Path, url: str, tag: str, site: str) -> None:
 
     readme = root / "README.md"
     text = LINK.sub(absolute, readme.read_text(encoding="utf-8"))
-    readme.write_text(IMAGE.sub(rf'\1="{url}/raw/{tag}/\2"', text), encoding="utf-8")
+    text = IMAGE.sub(rf'\1="{url}/raw/{tag}/\2"', text)
+    title, _, rest = text.partition("\n")
+    colab = COLAB.format(path="/".join(url.split("/")[-2:]), tag=tag)
+    badges = BADGES.format(url=url, site=site, tag=tag, colab=colab)
+    readme.write_text(f"{title}\n{badges}{rest}", encoding="utf-8")
+
+    notebook = root / "examples" / "quickstart.ipynb"
+    cells = notebook.read_text(encoding="utf-8")
+    notebook.write_text(cells.replace('REPOSITORY = \\"\\"', f'REPOSITORY = \\"{url}\\"'), encoding="utf-8")
 
 
 def main() -> None:
