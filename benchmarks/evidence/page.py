@@ -20,7 +20,7 @@ _HEAD = """\
 # Evidence
 
 This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
-generated from saved results. Open a section for its setup, its claims, and the command that measures it again.
+generated from saved results. Open a section for its setup, published claims, and the command that measures it again.
 
 {summary}
 
@@ -66,8 +66,8 @@ written down before their experiments ran.
 **Measure again.** In a checkout after `make .venv`, the command of a section runs its experiment and keeps the results
 in FOLDER. If you interrupt it, run it again with the same FOLDER, and it resumes. Without `--night` or `--full`, the
 experiment is smaller; `make evidence` runs all of them in an hour on two cores. `--cases` selects runs. Without
-`--output`, the command prints the [saved results](../../benchmarks/results/evidence), with tables by step and by
-learning rate that this page leaves out. Settings are in [the experiments'
+`--output`, the command prints the [saved results](../../benchmarks/results/evidence), with claims and tables that this
+page leaves out. Settings are in [the experiments'
 files](../../benchmarks/evidence/experiments). `python -m benchmarks.evidence.page` writes this page.
 """
 
@@ -150,12 +150,12 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
 def section(experiment: Experiment, record: dict[str, Any]) -> str:
     """A part of the page in Markdown, with all tables and the command that measures it again."""
     found = experiment.section(record)
-    return "\n\n".join([_rendered(found, experiment.example, record), *found.tables])
+    return "\n\n".join([_rendered(found, experiment.example, record, found.rows), *found.tables])
 
 
-def _rendered(found: Section, example: str, record: dict[str, Any]) -> str:
+def _rendered(found: Section, example: str, record: dict[str, Any], shown: Sequence[Row]) -> str:
     columns = ("claim", "source", "published", "measured", "verdict")
-    rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in found.rows]
+    rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in shown]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
     claims = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
     cases = record["cases"].values()
@@ -172,14 +172,14 @@ def _rendered(found: Section, example: str, record: dict[str, Any]) -> str:
         f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} "
         f'hours of one process ({", ".join(machines)}). To run a part: `--cases "{example}"`.'
     )
-    name, shown = found.figure
-    pictures = [f"![{shown}](../images/{name}{end})" for end in (".svg#only-light", "-dark.svg#only-dark") if name]
+    name, words = found.figure
+    pictures = [f"![{words}](../images/{name}{end})" for end in (".svg#only-light", "-dark.svg#only-dark") if name]
     folded = [found.text, claims * bool(rows and found.table), command]
     return "\n\n".join([
         f"## {found.title}",
         *pictures,
         found.table or claims,
-        '<details markdown="1"><summary>Setup and claims</summary>',
+        '<details markdown="1"><summary>Setup and published claims</summary>',
         *filter(None, folded),
         "</details>",
     ])  # fmt: skip
@@ -193,7 +193,9 @@ def page() -> str:
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
             found.append(experiment(name).section(record))
-            parts.append(_rendered(found[-1], experiment(name).example, record))
+            # The table of a section says what its claims of this project say.
+            rows = [row for row in found[-1].rows if row.source or not found[-1].table]
+            parts.append(_rendered(found[-1], experiment(name).example, record, rows))
     summary = [[f"[{each.question}]({each.link})", each.answer, each.model] for each in found]
     primary = [[row.claim, row.ours, row.verdict] for each in found for row in each.primary]
     refuted = [
