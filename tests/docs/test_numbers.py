@@ -40,7 +40,7 @@ def fine_tuning(way: str, rate: str = "2e-05") -> list[dict[str, float]]:
 def at_a_glance() -> list[str]:
     """The first page's tables: fine-tuning of SmolLM2; the step and the training on an H200."""
     ways = (
-        ("torch AdamW in FP32, with autocast (`bf16=True`) too", "16", "fp32"),
+        ("torch AdamW on FP32 weights, with or without `bf16=True`", "16", "fp32"),
         ("torch AdamW after `model.to(torch.bfloat16)`", "8", "nearest"),
         ("**`adamw_bf16_split`**", "10", "split"),
         ("`adamw_bf16_sr`", "8", "sr"),
