@@ -24,8 +24,9 @@ generated from saved results. Open a section for its setup, published claims, an
 
 {summary}
 
-**Primary claims.** Those on long runs were named when their results were known, the one on [a pretrained
-model](#a-pretrained-model) before. With 95% confidence, all intervals hold, so each has {CONFIDENCE:.2%}:
+**Primary claims.** We chose the three on long runs after we had seen their results, and the one on [a pretrained
+model](#a-pretrained-model) before. Each interval has a confidence of {CONFIDENCE:.2%}, so that all four hold together
+with 95% (Bonferroni):
 
 {primary}
 
@@ -47,7 +48,7 @@ All other comparisons are exploratory: expect 1 in 20 of their intervals to miss
 | autocast | torch's AdamW with `bf16=True` | FP32 |
 
 **Differences.** Runs with the same seed start from the same FP32 weights and see the same data. A difference is the
-loss of a run less that of FP32, on held-out text, as the mean over seeds with a 95% t interval. It says nothing about
+loss of a run minus that of FP32, on held-out text, as the mean over seeds with a 95% t interval. It says nothing about
 other data. Rounding modes round the first weights; split and Kahan keep the rounding errors.
 
 **Verdicts.** The first that applies:

@@ -66,4 +66,4 @@ def test_a_record_gives_a_section(tmp_path, monkeypatch):
     settings = muon.Settings(rates=(1e-3, 4e-3), seeds=2, steps=4, records=(2, 4), shape=SMALL, sequences=1)
     record = harness.run(dataclasses.replace(muon.EXPERIMENT, settings={"hour": settings}), "hour", output=tmp_path)
     found = page.section(muon.EXPERIMENT, record)
-    assert "| Muon, split | " in found and "| Muon: loss less AdamW's, in FP32, each at its best rate | " in found
+    assert "| Muon, split | " in found and "| Muon: loss minus AdamW's, in FP32, each at its best rate | " in found

@@ -204,7 +204,7 @@ def _accuracy_row(mode: str, found: list[Paired], source: str) -> Row:
     means = [100 * each.mean for each in found]
     half = max(100 * each.half for each in found)
     return Row(
-        f"{MODES[mode].label}: accuracy in points, less FP32's",
+        f"{MODES[mode].label}: accuracy in points, minus FP32's",
         f"{min(means):+.2f} to {max(means):+.2f}, each ± {half:.2f} or less",
         "yes" if inside else "no" if outside else "undecided",
         source,

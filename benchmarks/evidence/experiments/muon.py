@@ -179,13 +179,13 @@ def section(record: dict[str, Any]) -> Section:
             pairs = [paired(losses[f"{way} {rate:g}"], losses[f"{exact} {rate:g}"]) for rate in rates]
             cells = [f"{found} {verdict(found)}" for found in pairs]
             found = paired(best[way], best[exact])
-            rows.append(Row(f"{label}: loss less FP32's, each at its best rate", f"{found}", verdict(found)))
+            rows.append(Row(f"{label}: loss minus FP32's, each at its best rate", f"{found}", verdict(found)))
         table.append([label, *cells])
         rate = min(rates, key=lambda rate: losses[f"{way} {rate:g}"].mean())
         points = record["cases"][f"{way} {rate:g}"]["points"]
         curves.append([label, f"{rate:g}", *(f"{np.mean(point['loss']):.4f}" for point in points)])
     gain = paired(best[_FP32], best[_ADAMW])
-    rows.insert(0, Row("Muon: loss less AdamW's, in FP32, each at its best rate", f"{gain}", verdict(gain)))
+    rows.insert(0, Row("Muon: loss minus AdamW's, in FP32, each at its best rate", f"{gain}", verdict(gain)))
     heads, steps = ["", *(f"{rate:g}" for rate in rates)], [f"{step:,}" for step in settings["records"]]
     words = (
         f"{describe(settings)} {settings['steps']:,} steps with β = (0.9, 0.95), momentum 0.95 and decay 0.1. The rate "
@@ -199,7 +199,7 @@ def section(record: dict[str, Any]) -> Section:
         [f"Loss in nats/byte by step, each at its best rate:\n\n{markdown_table(['', 'rate', *steps], curves)}"],
         question="Does Muon in 16 bits end where it does in FP32?",
         answer=(
-            f"At the best rates, the loss less FP32's is, in nats/byte: {ends}. The loss of Muon less that of AdamW is "
+            f"At the best rates, the difference from FP32's loss is, in nats/byte: {ends}. Muon's from AdamW's is "
             f"{gain}."
         ),
         model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
