@@ -253,8 +253,8 @@ def section(record: dict[str, Any]) -> Section:
         ends = "; ".join(f"{LABELS[way]} {apart(way, last)}" for way in ("split", "sr", "nearest"))
         rounded = "; ".join(f"{LABELS[way]} {apart(way, first, 'loss_in_bf16')}" for way in (EXACT, "split"))
         answer = (
-            f"At {last:g}, the difference from FP32's loss is, in nats per token: {ends}. With the final weights rounded "
-            f"to nearest BF16, at {first:g}: {rounded}; split, as this package saves it in BF16, "
+            f"At {last:g}, the difference from FP32's loss is, in nats per token: {ends}. With the final weights "
+            f"rounded to nearest BF16, at {first:g}: {rounded}; split, as this package saves it in BF16, "
             f"{apart('split', first, 'loss_saved_in_bf16')}."
         )
         ours = apart("split", last, claims=PRIMARY)
