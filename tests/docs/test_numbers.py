@@ -267,7 +267,7 @@ def muon_on_text() -> list[str]:
     return [
         f"Muon ends {best['adamw-fp32'] - exact:.3f} nats per byte below AdamW",
         "the loss is {:.3f} higher at the best learning rate and {:.3f} higher at 1e-3".format(*higher),
-        f"lowers it by a further {exact - best['muonplus-fp32']:.3f}",
+        f"lowers the loss by a further {exact - best['muonplus-fp32']:.3f}",
     ]
 
 
