@@ -24,7 +24,7 @@ KINDS = ("FSDP2, ZeRO 3", "ZeRO 1 and 2", "DDP")
 
 
 class Shares(NamedTuple):
-    """What the ranks do in a step.
+    """How much a rank works, receives and holds in a step.
 
     Attributes:
         work: of the busiest rank, relative to an equal share.

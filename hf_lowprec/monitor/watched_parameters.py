@@ -120,7 +120,7 @@ class ParameterSamples:
 
     @cached_property
     def _is_padded(self) -> bool:
-        """Whether a tensor has fewer elements than the sample, so its row is padded with zeros."""
+        """Whether some tensors have fewer elements than the sample. Their rows are padded with zeros."""
         return min(self.counts) < self._size
 
     def clear_padding(self, matrix: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
 
 
 def averages_gradients(model: weakref.ref[DistributedDataParallel]) -> bool:
-    """Return whether DDP averages gradients over all ranks, and has done so since the last forward pass.
+    """Return whether DDP averages gradients over all ranks, those of the last forward pass included.
 
     It does not in `no_sync`, nor if ranks may run out of inputs.
     """

@@ -69,7 +69,7 @@ MIXTURES = {
     "longcat_flash": (r"\w_proj(_with_mqa)?", r"router\.classifier"),
     "switch_transformers": (r"layer\.\d+\.\w+\.[qkvo]|\.w[io]", r"router\.classifier"),
 }
-"""How the names of matrices end, and what is left to AdamW beside norms and embeddings."""
+"""Patterns of the names of matrices, and of parameters left to AdamW in addition to norms and embeddings."""
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

@@ -365,6 +365,3 @@ def test_a_step_holds_one_orthogonalized_matrix(monkeypatch):
     cases = ((1, 1), (12, 1), (12, 2))
     one, twelve, in_groups = (peak([(128, 128)] * count, groups, backend="native") for count, groups in cases)
     assert 8 * 128 * 128 <= one <= min(twelve, in_groups) and max(twelve, in_groups) <= one + 1024 * 12
-
-
-# Matrices of models.

@@ -19,9 +19,9 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the weight matrices inside `model`, without its embeddings and heads, for `Muon(matrices=…)`.
 
     Included are the weights of linear layers (`nn.Linear`, its subclasses, and GPT-2's `Conv1D`) and stacks of such
-    weights: three-dimensional parameters named `…_proj`, or of a class with "Experts" in its name. Excluded are weights
-    tied to an embedding, `get_output_embeddings()`, the modules of a transformers model outside its base model, the
-    routers of experts, and matrices of a single row or column.
+    weights: three-dimensional parameters named `…_proj`, or of modules whose class is named `…Experts…`. Excluded are
+    weights tied to an embedding, `get_output_embeddings()`, the modules of a transformers model outside its base model,
+    the routers of experts, and matrices of a single row or column.
 
     A weight that joins several projections, such as `gate_up_proj` or a fused QKV, is one matrix.
 

@@ -9,7 +9,7 @@
 6. `interrupts.py` makes signals wait from here on. `backends/*.py`: `BackendStep.run` takes the pointers of
    `fused_group.py` and the tables of `segments.py`, and runs `fused_step` (`fused_step.py`) or a kernel generated from
    it. For matrices that an algorithm orthogonalizes, `orthogonalization.py` does that right before it, for one matrix
-   or a few small ones at a time; of sharded matrices, each on one rank (`matrix_owners.py`, `sharing_ranks.py`).
+   or a few small ones at a time. Ranks share this work (`matrix_owners.py`, `sharing_ranks.py`).
 7. Step counts are incremented, contiguous copies are copied back, and `StepPlan.release` releases the gradients.
 
 With `gradient_release`, `optim/gradients/release.py` takes the same path for some parameters at a time, during the

@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.sharding import (
-    ShardLayout,
-    flat_part,
-    full_shape,
-    is_sharded,
-    shard_layout,
-)
+from hf_lowprec.optim.sharding import ShardLayout, flat_part, full_shape, is_sharded, shard_layout
 from hf_lowprec.optim.step.sharing_ranks import SharingRanks
 
 
