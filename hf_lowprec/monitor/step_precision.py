@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -188,3 +188,8 @@ class StepPrecision:
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value:.3g}" for name, value in self.by_kind[ALL].items())
         return f"StepPrecision(step={self.step}, {numbers})"
+
+
+def sum_over_steps(measured: Sequence[StepPrecision]) -> StepPrecision:
+    """The precision of several steps of one run as a whole; its step and learning rate are the last one's."""
+    return replace(measured[-1], sums=torch.stack([precision.sums for precision in measured]).sum(0))

@@ -11,6 +11,12 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_the_demo_begins():
+    """It imports what it needs; the test below, which runs it, is a nightly one."""
+    result = forkserver.run(ROOT / "examples" / "demo.py", ["--help"], timeout=60)
+    assert result.returncode == 0 and "--quick" in result.stdout, result.stderr[-3000:]
+
+
 @pytest.mark.every_case
 @pytest.mark.slow
 def test_the_demo_compares_ways_of_training(tmp_path):

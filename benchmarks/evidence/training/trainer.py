@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import statistics
 import time
-from dataclasses import replace
 from tempfile import gettempdir
 from typing import Any
 
@@ -14,7 +13,7 @@ import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_lowprec import LowPrecisionCallback, PrecisionMonitor, cast_model, fp32_state_dict
-from hf_lowprec.monitor.step_precision import ALL, StepPrecision
+from hf_lowprec.monitor.step_precision import ALL, StepPrecision, sum_over_steps
 from hf_lowprec.optim.param_groups import unwrap_optimizer
 
 STOCK = {"fp32": torch.float32, "autocast": torch.float32, "nearest": torch.bfloat16}
@@ -73,8 +72,7 @@ class LostUpdates(TrainerCallback):
         """Of all measured steps."""
         if self.square:
             return 1 - self.stored / self.square
-        sums = torch.stack([precision.sums for precision in self.measured]).sum(0)
-        return replace(self.measured[-1], sums=sums).by_kind[ALL]["lost_updates"]
+        return sum_over_steps(self.measured).by_kind[ALL]["lost_updates"]
 
 
 class StepTimes(TrainerCallback):
