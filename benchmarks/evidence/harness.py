@@ -42,7 +42,6 @@ class Experiment:
         run: runs a case; takes its name, the settings and its `Workspace`, and returns JSON data.
         section: the part of the page that a record gives, a `page.Section`.
         reference: pattern of the cases with which a case is compared; they run whenever it does.
-        example: patterns of a few cases that can be compared, for the page.
         needs: the names of the cases whose checkpoints a case begins with.
         alone: the case that runs when no other does.
         on_gpus: whether cases can run on a GPU.
@@ -58,7 +57,6 @@ class Experiment:
     section: Callable[[dict[str, Any]], Any]
     _: KW_ONLY
     reference: Callable[[str], str] = lambda case: ""
-    example: str = "*"
     needs: Callable[[str], list[str]] = lambda case: []
     alone: str = ""
     on_gpus: bool = False

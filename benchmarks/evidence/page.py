@@ -20,7 +20,7 @@ _HEAD = """\
 # Evidence
 
 This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
-generated from saved results. Open a section for its setup, published claims, and the command that measures it again.
+generated from saved results. Open a section's setup for the command that measures it again.
 
 {summary}
 
@@ -32,7 +32,7 @@ with 95% (Bonferroni):
 
 All other comparisons are exploratory: expect 1 in 20 of their intervals to miss the true value.
 
-**Published claims that these measurements do not confirm**:
+**Published claims.** These measurements confirm {confirmed}, but not these:
 
 {refuted}
 
@@ -66,9 +66,9 @@ written down before their experiments ran.
 
 **Measure again.** In a checkout after `make .venv`, the command of a section runs its experiment and keeps the results
 in FOLDER. If you interrupt it, run it again with the same FOLDER, and it resumes. Without `--night` or `--full`, the
-experiment is smaller; `make evidence` runs all of them in an hour on two cores. `--cases` selects runs. Without
-`--output`, the command prints the [saved results](../../benchmarks/results/evidence), with claims and tables that this
-page leaves out. Settings are in [the experiments'
+experiment is smaller; `make evidence` runs all of them in an hour on two cores. `--cases "split *"` selects runs.
+Without `--output`, the command prints the [saved results](../../benchmarks/results/evidence), with all published claims
+and the tables that this page leaves out. Settings are in [the experiments'
 files](../../benchmarks/evidence/experiments). `python -m benchmarks.evidence.page` writes this page.
 """
 
@@ -151,37 +151,38 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
 def section(experiment: Experiment, record: dict[str, Any]) -> str:
     """A part of the page in Markdown, with all tables and the command that measures it again."""
     found = experiment.section(record)
-    return "\n\n".join([_rendered(found, experiment.example, record, found.rows), *found.tables])
+    claims = [_claims(found.rows)] if found.table and found.rows else []
+    return "\n\n".join([_rendered(found, record, found.rows), *claims, *found.tables])
 
 
-def _rendered(found: Section, example: str, record: dict[str, Any], shown: Sequence[Row]) -> str:
+def _claims(shown: Sequence[Row]) -> str:
     columns = ("claim", "source", "published", "measured", "verdict")
     rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in shown]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
-    claims = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
+    return markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
+
+
+def _rendered(found: Section, record: dict[str, Any], claims: Sequence[Row]) -> str:
     cases = record["cases"].values()
     hours = sum(case["seconds"] for case in cases) / 3600
     size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
     size += f" --device {record['device']}" if "device" in record else ""
-    machines = sorted(
-        {
-            f"{machine.get('gpu', machine['cpu'])} with torch {machine['torch']}"
-            for machine in (case["machine"] for case in cases)
-        }
-    )
+    machines = sorted({machine.get("gpu", machine["cpu"]) for machine in (case["machine"] for case in cases)})
+    versions = sorted({case["machine"]["torch"] for case in cases})
+    time = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
     command = (
-        f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {hours:.1f} "
-        f'hours of one process ({", ".join(machines)}). To run a part: `--cases "{example}"`.'
+        f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {time} "
+        f"of one process ({', '.join([*machines, 'torch ' + ' and '.join(versions)])})."
     )
     name, words = found.figure
     pictures = [f"![{words}](../images/{name}{end})" for end in (".svg#only-light", "-dark.svg#only-dark") if name]
-    folded = [found.text, claims * bool(rows and found.table), command]
     return "\n\n".join([
         f"## {found.title}",
         *pictures,
-        found.table or claims,
-        '<details markdown="1"><summary>Setup and published claims</summary>',
-        *filter(None, folded),
+        found.table or _claims(claims),
+        '<details markdown="1"><summary>Setup</summary>',
+        found.text,
+        command,
         "</details>",
     ])  # fmt: skip
 
@@ -194,22 +195,21 @@ def page() -> str:
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
             found.append(experiment(name).section(record))
-            # The table of a section says what its claims of this project say.
-            rows = [row for row in found[-1].rows if row.source or not found[-1].table]
-            parts.append(_rendered(found[-1], experiment(name).example, record, rows))
+            parts.append(_rendered(found[-1], record, [row for row in found[-1].rows if row.source]))
     summary = [[f"[{each.question}]({each.link})", each.answer, each.model] for each in found]
     primary = [[row.claim, row.ours, row.verdict] for each in found for row in each.primary]
+    published = [(row, each.link) for each in found for row in each.rows if row.source]
     refuted = [
-        f"- {row.claim} ({row.source}): {row.verdict}, {row.ours}"
-        for each in found
-        for row in each.rows
-        if row.source and row.verdict not in ("yes", "holds")
+        f"- [{row.claim}]({link}) ({row.source}): {row.verdict}, {row.ours}"
+        for row, link in published
+        if row.verdict not in ("yes", "holds")
     ]
     head = _HEAD.rstrip().format(
         LIMIT=LIMIT,
         CONFIDENCE=1 - (1 - CONFIDENCE) / PRIMARY,
         summary=markdown_table(("question", "answer", "largest model, parameters"), summary, numbers=False),
         primary=markdown_table(("claim", "loss − FP32's", "verdict"), primary, numbers=False),
+        confirmed=f"{len(published) - len(refuted)} of {len(published)}",
         refuted="\n".join(refuted),
     )
     return "\n\n".join([head, *parts]) + "\n"

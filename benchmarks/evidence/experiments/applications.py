@@ -213,4 +213,4 @@ def _accuracy_row(mode: str, found: list[Paired], source: str) -> Row:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("applications", _SIZES, cases, run, section, reference=lambda case: "* fp32", example="* split")
+EXPERIMENT = Experiment("applications", _SIZES, cases, run, section, reference=lambda case: "* fp32")

@@ -201,4 +201,4 @@ def section(record: dict[str, Any]) -> Section:
     )
 
 
-EXPERIMENT = Experiment("arrival", {"hour": Settings()}, cases, run, section, example="gap *")
+EXPERIMENT = Experiment("arrival", {"hour": Settings()}, cases, run, section)

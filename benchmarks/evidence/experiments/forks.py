@@ -238,5 +238,5 @@ def section(record: dict[str, Any]) -> Section:
 
 EXPERIMENT = Experiment(
     "forks", {"hour": HOUR, "full": Settings()}, cases, run, section,
-    reference=lambda case: "autocast", example="split", needs=needs, on_gpus=True,
+    reference=lambda case: "autocast", needs=needs, on_gpus=True,
 )  # fmt: skip

@@ -219,4 +219,4 @@ def section(record: dict[str, Any]) -> Section:
     )
 
 
-EXPERIMENT = Experiment("halting", {"hour": Settings()}, cases, run, section, example="*-0.1")
+EXPERIMENT = Experiment("halting", {"hour": Settings()}, cases, run, section)

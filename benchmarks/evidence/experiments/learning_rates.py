@@ -234,7 +234,6 @@ EXPERIMENT = Experiment(
     run,
     section,
     reference=lambda case: "* fp32 *",
-    example="* autocast *,* sr *",
     needs=needs,
     compare=compare,
 )

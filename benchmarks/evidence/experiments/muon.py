@@ -211,4 +211,4 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("muon", _SIZES, cases, run, section, reference=lambda case: "*-fp32 *", example="muon-split *")
+EXPERIMENT = Experiment("muon", _SIZES, cases, run, section, reference=lambda case: "*-fp32 *")

@@ -15,6 +15,7 @@ import re
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -228,14 +229,14 @@ def section(record: dict[str, Any]) -> Section:
             line.append(f"**{shown}**" if shown == best and case in ranked else shown)
     for case, line in zip(order, table, strict=True):
         line.append(_apart(results[case]["apart"]))
-    by_word: dict[str, list[str]] = {}
+    counts: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for case in ranked:
-        by_word.setdefault(verdicts[case].partition(",")[0], []).append(_name(case))
-    ours = [name for name in by_word.get("equal", ()) if name.startswith("hf_lowprec")]
-    by_word["equal"] = [name for name in by_word.get("equal", ()) if name not in ours]
-    count = sum(BY_CASE[case].name.startswith("hf_lowprec") for case in ranked)
-    answer = f"{len(ours)} of {count} variants of hf_lowprec are equal"
-    answer += "".join(f". {word.capitalize()}: {'; '.join(names)}" for word, names in by_word.items() if names)
+        counts[BY_CASE[case].name.startswith("hf_lowprec")][verdicts[case].partition(",")[0]] += 1
+    answer = "; ".join(
+        f"{whose}: {', '.join(f'{count} {word}' for word, count in counts[own].items())}"
+        for own, whose in ((True, "Variants of hf_lowprec"), (False, "of other packages"))
+        if counts[own]
+    )
     heads = ["", "loss − FP32's, nats/byte", *(head for head, _, _ in columns), "replicas stay identical"]
     return Section(
         "Other packages on text",
@@ -302,7 +303,6 @@ EXPERIMENT = Experiment(
     run,
     section,
     reference=lambda case: FP32_CASE,
-    example="*-kahan-*",
     alone=STEP_TIME,
     compare=compare,
 )

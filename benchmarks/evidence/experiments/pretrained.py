@@ -225,12 +225,11 @@ def section(record: dict[str, Any]) -> Section:
                 "" if np.isnan(saved.mean) else f"{saved} {verdict(saved, LIMIT)}",
                 "" if way == EXACT else f"{(values(way, rate, 'distance') / moved).mean():.3f}",
                 f"{max(values(way, rate, 'lost').mean(), 0):.1%}" if way in (EXACT, "nearest", "split") else "",
-                f"{values(way, rate, 'step_seconds').mean():.2f}",
             ])  # fmt: skip
         heads = (
             "", "loss − FP32's (FP32: its loss)", "share of FP32's progress",
             "weights rounded to nearest BF16: loss − FP32's", "saved in BF16: loss − FP32's",
-            "distance from FP32's weights ÷ distance these moved", "updates lost", "s per step",
+            "distance from FP32's weights ÷ distance these moved", "updates lost",
         )  # fmt: skip
         tables.append(
             f"Learning rate {rate:g}. Loss before training: {before:.4f} nats per token. `hf-lowprec doctor` predicts "
@@ -244,8 +243,7 @@ def section(record: dict[str, Any]) -> Section:
         f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 is without TF32. "
         f"Losses are measured on {settings.validation} × {settings.length} held-out tokens, computed in FP32 with FP32 "
         f'weights, with these rounded to nearest, and with those that `save_pretrained(…, dtype="bfloat16")` of this '
-        f'package writes. "Equal" is within ±{LIMIT} nats per token. Times '
-        "are medians of runs that shared the CPU."
+        f'package writes. "Equal" is within ±{LIMIT} nats per token.'
     )
     primary, answer = list[Row](), "Not measured yet."
     if rates and {"split", "sr", "nearest"} <= {*at[rates[-1]]}:
@@ -280,7 +278,6 @@ EXPERIMENT = Experiment(
     run,
     section,
     reference=reference,
-    example="split *",
     needs=needs,
     on_gpus=True,
     missing=missing,

@@ -258,8 +258,7 @@ def section(record: dict[str, Any]) -> Section:
 
     def reward_cell(mode: str, rate: str) -> str:
         found, word = compared(mode, rate)
-        difference = "" if mode == "fp32" else f" ({found.mean:+.3f} ± {found.half:.3f} {word})"
-        return f"{seen(mode, rate).mean():.3f}{difference}"
+        return f"{seen(mode, rate).mean():.3f}" if mode == "fp32" else f"{found.mean:+.3f} ± {found.half:.3f} {word}"
 
     before = seen("fp32", small, at=0).mean()
     text = (
@@ -292,11 +291,9 @@ def section(record: dict[str, Any]) -> Section:
         question=f"Does GRPO learn at a learning rate of {small}?",
         answer=f"The share of the reward that FP32 gains is: {shares}.",
         model=f"{results[START]['parameters'] / 1e6:.1f} million",
-        table=f"Reward after {steps} steps by learning rate, and its difference from FP32's:\n\n{table(reward_cell)}",
+        table=f"FP32's reward after {steps} steps by learning rate, and differences from it:\n\n{table(reward_cell)}",
     )
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment(
-    "reinforcement", _SIZES, cases, run, section, reference=lambda case: "fp32 *", example="* 1e-06", needs=needs
-)
+EXPERIMENT = Experiment("reinforcement", _SIZES, cases, run, section, reference=lambda case: "fp32 *", needs=needs)

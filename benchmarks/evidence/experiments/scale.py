@@ -148,4 +148,4 @@ def _slope(parameters: list[int], differences: list[np.ndarray]) -> Paired:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("scale", _SIZES, cases, run, section, reference=reference, example="split *", on_gpus=True)
+EXPERIMENT = Experiment("scale", _SIZES, cases, run, section, reference=reference, on_gpus=True)

@@ -144,4 +144,4 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("shared-bits", _SIZES, cases, run, section, example="* 0,* 1")
+EXPERIMENT = Experiment("shared-bits", _SIZES, cases, run, section)

@@ -114,4 +114,4 @@ def section(record: dict[str, Any]) -> Section:
 
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
-EXPERIMENT = Experiment("states", _SIZES, cases, run, section, reference=lambda case: "fp32 *", example="split-8-bit *")
+EXPERIMENT = Experiment("states", _SIZES, cases, run, section, reference=lambda case: "fp32 *")

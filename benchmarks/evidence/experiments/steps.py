@@ -257,5 +257,5 @@ def section(record: dict[str, Any]) -> Section:
 
 _SIZES = {"hour": HOUR, "night": Settings(), "full": FULL}
 EXPERIMENT = Experiment(
-    "steps", _SIZES, cases, run, section, reference=lambda case: "fp32*", example="kahan*", needs=needs, compare=compare
+    "steps", _SIZES, cases, run, section, reference=lambda case: "fp32*", needs=needs, compare=compare
 )
