@@ -20,7 +20,8 @@ _HEAD = """\
 # Evidence
 
 This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
-generated from saved results. Open a section's setup for the command that measures it again.
+generated from saved results. Open a section's setup for the command that measures it again. Where the name of
+an experiment follows a question, `.venv/bin/python -m benchmarks.evidence NAME` prints its tables.
 
 {summary}
 
@@ -51,7 +52,7 @@ All other comparisons are exploratory: expect 1 in 20 of their intervals to miss
 loss of a run minus that of FP32, on held-out text, as the mean over seeds with a 95% t interval. It says nothing about
 other data. Rounding modes round the first weights; split and Kahan keep the rounding errors.
 
-**Verdicts.** The first that applies:
+**Verdicts.** Each comparison gets the first verdict that applies:
 
 | verdict | where the interval lies |
 | --- | --- |
@@ -68,8 +69,8 @@ written down before their experiments ran.
 in FOLDER. If you interrupt it, run it again with the same FOLDER, and it resumes. Without `--night` or `--full`, the
 experiment is smaller; `make evidence` runs all of them in an hour on two cores. `--cases "split *"` selects runs.
 Without `--output`, the command prints the [saved results](../../benchmarks/results/evidence), with all published claims
-and the tables that this page leaves out. Settings are in [the experiments'
-files](../../benchmarks/evidence/experiments). `python -m benchmarks.evidence.page` writes this page.
+and the tables that this page leaves out. Each experiment's settings are in [its
+file](../../benchmarks/evidence/experiments). `python -m benchmarks.evidence.page` writes this page.
 """
 
 
@@ -103,7 +104,7 @@ class Section(NamedTuple):
         answer: in words, with the decisive figures.
         model: the largest model, in words.
         figure: name of a picture in `docs/images` and what it shows; empty if there is none.
-        table: a table that is not folded.
+        table: for the page; without one, the page has only the question and the answer.
         primary: the primary claims among its claims.
     """
 
@@ -149,10 +150,9 @@ def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers:
 
 
 def section(experiment: Experiment, record: dict[str, Any]) -> str:
-    """A part of the page in Markdown, with all tables and the command that measures it again."""
+    """A part of the page in Markdown, with the claims and tables that the page leaves out."""
     found = experiment.section(record)
-    claims = [_claims(found.rows)] if found.table and found.rows else []
-    return "\n\n".join([_rendered(found, record, found.rows), *claims, *found.tables])
+    return "\n\n".join([_rendered(found, record), *([_claims(found.rows)] if found.rows else []), *found.tables])
 
 
 def _claims(shown: Sequence[Row]) -> str:
@@ -162,16 +162,20 @@ def _claims(shown: Sequence[Row]) -> str:
     return markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
 
 
-def _rendered(found: Section, record: dict[str, Any], claims: Sequence[Row]) -> str:
+def _arguments(record: dict[str, Any]) -> str:
+    """Of the command, for the experiment of a record."""
+    return record["experiment"] + (f" --{record['size']}" if record["size"] != SIZES[0] else "")
+
+
+def _rendered(found: Section, record: dict[str, Any]) -> str:
     cases = record["cases"].values()
     hours = sum(case["seconds"] for case in cases) / 3600
-    size = "" if record["size"] == SIZES[0] else f" --{record['size']}"
-    size += f" --device {record['device']}" if "device" in record else ""
+    device = f" --device {record['device']}" if "device" in record else ""
     machines = sorted({machine.get("gpu", machine["cpu"]) for machine in (case["machine"] for case in cases)})
     versions = sorted({case["machine"]["torch"] for case in cases})
     time = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
     command = (
-        f"`.venv/bin/python -m benchmarks.evidence {record['experiment']}{size} --output FOLDER` took {time} "
+        f"`.venv/bin/python -m benchmarks.evidence {_arguments(record)}{device} --output FOLDER` took {time} "
         f"of one process ({', '.join([*machines, 'torch ' + ' and '.join(versions)])})."
     )
     name, words = found.figure
@@ -179,7 +183,7 @@ def _rendered(found: Section, record: dict[str, Any], claims: Sequence[Row]) -> 
     return "\n\n".join([
         f"## {found.title}",
         *pictures,
-        found.table or _claims(claims),
+        *filter(None, [found.table]),
         '<details markdown="1"><summary>Setup</summary>',
         found.text,
         command,
@@ -189,19 +193,21 @@ def _rendered(found: Section, record: dict[str, Any], claims: Sequence[Row]) -> 
 
 def page() -> str:
     """The whole page."""
-    parts, found = list[str](), list[Section]()
+    parts, found, summary = list[str](), list[Section](), list[list[str]]()
     for name in EXPERIMENTS:
         recorded = [path for size in SIZES if (path := RESULTS / f"{name}-{size}.json").exists()]
         if recorded:
             record: dict[str, Any] = json.loads(recorded[-1].read_text(encoding="utf-8"))
-            found.append(experiment(name).section(record))
-            parts.append(_rendered(found[-1], record, [row for row in found[-1].rows if row.source]))
-    summary = [[f"[{each.question}]({each.link})", each.answer, each.model] for each in found]
+            found.append(each := experiment(name).section(record))
+            if each.table:
+                parts.append(_rendered(each, record))
+            question = f"[{each.question}]({each.link})" if each.table else f"{each.question} (`{_arguments(record)}`)"
+            summary.append([question, each.answer, each.model])
     primary = [[row.claim, row.ours, row.verdict] for each in found for row in each.primary]
-    published = [(row, each.link) for each in found for row in each.rows if row.source]
+    published = [row for each in found for row in each.rows if row.source]
     refuted = [
-        f"- [{row.claim}]({link}) ({row.source}): {row.verdict}, {row.ours}"
-        for row, link in published
+        f"- {row.claim} ({row.source}): {row.verdict}, {row.ours}"
+        for row in published
         if row.verdict not in ("yes", "holds")
     ]
     head = _HEAD.rstrip().format(

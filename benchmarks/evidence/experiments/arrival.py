@@ -193,11 +193,10 @@ def section(record: dict[str, Any]) -> Section:
         "When a weight arrives",
         text,
         rows,
-        [],
+        [f"Mean steps by schedule:\n\n{markdown_table(heads, table)}"],
         question="How long does a weight take to arrive, if updates are far below its spacing?",
         answer=f"With a last rate of {min(PUBLISHED):g}, by schedule, steps: {answer}.",
         model="1 weight",
-        table=f"Mean steps by schedule:\n\n{markdown_table(heads, table)}",
     )
 
 
