@@ -30,7 +30,8 @@ DATA = "stanfordnlp/imdb"
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
-    if "contributing" not in page.parts and any(block.language == "python" for block in blocks(page))
+    if ("contributing" not in page.parts or "upstream" in page.parts)
+    and any(block.language == "python" for block in blocks(page))
 ]
 
 DEFAULTS = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_steps": 1}
