@@ -73,8 +73,7 @@ test-oldest: ## the tests of what trains, in .venv-oldest, at the oldest version
 	  -e '.[trainer,test,bench]' datasets peft pillow scipy
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not distributed and not gpu" \
 	  tests/rounding tests/optim tests/reduction tests/monitor tests/casting tests/integrations tests/test_torch_alone.py \
-	  $(addprefix --ignore=tests/casting/test_,contrastive.py every_architecture.py fp32_classes.py \
-	    numbers_of_transformers.py) \
+	  $(addprefix --ignore=tests/casting/test_,contrastive.py every_architecture.py numbers_of_transformers.py) \
 	  $(ARGS)
 
 # Where a GPU is, an environment often is too: without .venv the interpreter PYTHON is used as it is.
