@@ -1,6 +1,7 @@
 """`hf-lowprec estimate` prints tables of what training takes, and lines that train."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -148,7 +149,8 @@ def test_what_cannot_be_estimated_is_said(tiny, tmp_path):
     assert "'state_dtpe' is not an argument" in refused(tiny, "--optim-args", "state_dtpe=float32")
     assert "not of the form key=value" in refused(tiny, "--optim-args", "betas=0.9=0.95")
     assert "activations need both" in refused(tiny, "--batch-size", 2)
-    assert "--gradient-checkpointing needs" in refused(tiny, "--gradient-checkpointing")
+    for option in ("--gradient-checkpointing", "--chunked-loss"):
+        assert "--gradient-checkpointing and --chunked-loss need" in refused(tiny, option)
     config = BertConfig(num_hidden_layers=1)
     assert "class BertOfTomorrow, which is none of" in refused(write_config(tmp_path / "odd", config, "BertOfTomorrow"))
 
@@ -161,12 +163,28 @@ def test_the_best_setting_is_marked_and_printed(tiny):
     assert marked.split()[1:6] == ["split,", "without", "gradient", "checkpointing", "1"] and marked.endswith("yes  ")
     assert max(map(len, result.output.splitlines()[1:])) <= 80
     assert 'optim="adamw_bf16_split",\n    gradient_checkpointing=False,' in result.output
+    assert "--chunked-loss" not in result.output
 
 
 def test_what_is_missing_is_said_if_nothing_fits(tiny):
     result = run(tiny, "--gpu-memory", 1, "--batch-size", 2, "--sequence-length", 64, "--fit")
     assert result.exit_code == 1 and "→" not in result.output and "TrainingArguments" not in result.output
     assert "Nothing fits: 1.00 GiB are missing for split, states, gradients on host" in result.output
+
+
+def test_a_chunked_loss_is_named_where_it_makes_a_better_setting_fit(tmp_path):
+    folder = write_config(tmp_path, LlamaConfig(**{**TINY, "vocab_size": 2**17}), "LlamaForCausalLM")
+    result = run(folder, "--gpu-memory", 4, "--fit")
+    assert result.exit_code == 1
+    (peak,) = re.findall(r"\(--chunked-loss\), the peak of split, without .* is (\S+) GiB: it fits.", result.output)
+    chunked = run(folder, "--gpu-memory", 4, "--fit", "--chunked-loss")
+    assert chunked.exit_code == 0 and numbers(chunked, "→ split, without gradient checkpointing")[2] == peak
+    assert "--chunked-loss" not in chunked.output
+    size = ("--batch-size", 1, "--sequence-length", 4096)
+    of_all, of_chunks = (
+        float(numbers(run(folder, *size, *words), "adamw_bf16_sr")[-2]) for words in ((), ("--chunked-loss",))
+    )
+    assert of_all > 3 * 4096 * 2**17 * 4 / GIB > 2 > of_chunks > 4096 * 2**15 * 2 / GIB  # three FP32 tensors; a chunk
 
 
 CASES = [(option, option is OPTIONS[0]) for option in OPTIONS]

@@ -238,7 +238,11 @@ def one_gpu() -> list[str]:
     found.append(f"in {on_host[PEAK]} GiB of the GPU and {on_host[HOST]} GiB of host memory")
     found += [f"takes {split[DISK]} GiB with split weights, {least[DISK]} GiB with stochastic rounding and 8-bit", text]
     sums, _ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)
-    return [*found, f"peak is {sums['split'][PEAK]} GiB, and {sums['split, 8-bit states'][PEAK]} GiB with 8-bit states"]
+    found.append(f"peak is {sums['split'][PEAK]} GiB, and {sums['split, 8-bit states'][PEAK]} GiB with 8-bit states")
+    chunked, _ = fit(page, "--gpu-memory", 80, "--chunked-loss")
+    lower = {title: float(rows[title][PEAK]) - float(chunked[title][PEAK]) for title in rows}
+    assert lower["split"] == 0
+    return [*found, f"is {lower['split, release']:.2f} GiB lower", f"it stays at {chunked['split'][PEAK]} GiB"]
 
 
 def many_gpus() -> list[str]:

@@ -1,5 +1,7 @@
 """Activations as estimated on the meta device are those of real training steps of Trainer."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from transformers import (
@@ -20,7 +22,8 @@ from transformers import (
 
 from hf_lowprec.casting import cast_model, return_float32
 from hf_lowprec.integrations.checkpoint_files.input_files import InputError
-from hf_lowprec.tools.estimate.activations import estimate_activations
+from hf_lowprec.tools.estimate.activations import CHUNK, estimate_activations
+from tests.support.training.counting_text import tokenizer
 from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments
 
@@ -61,8 +64,8 @@ def build(name: str, attention: str, device: str):
         return cls(made)
 
 
-class MeasuredTrainer(Trainer):
-    """Notes the peak of each forward and backward, beyond what was there before."""
+class Measured:
+    """A Trainer, which notes the peak of each forward and backward, beyond what was there before."""
 
     def training_step(self, *args, **kwargs):
         losses = []
@@ -71,6 +74,10 @@ class MeasuredTrainer(Trainer):
 
     def step(self, *args, **kwargs):
         return super().training_step(*args, **kwargs)
+
+
+class MeasuredTrainer(Measured, Trainer):
+    pass
 
 
 def measured(tmp_path, model, optim: str, **settings) -> int:
@@ -116,6 +123,43 @@ def test_gradients_that_exist_already_are_not_activations(tmp_path):
     assert estimate_activations(build("llama", "eager", "meta"), BATCH, LENGTH).peak == pytest.approx(found, rel=0.1)
 
 
+@pytest.mark.parametrize("optim", ["adamw_bf16_split", pytest.param("adamw_torch", marks=pytest.mark.every_case)])
+def test_a_chunked_loss_is_that_of_trl(tmp_path, monkeypatch, optim):
+    """But for less than 16 FP32 numbers per token, where a hidden state takes 64 numbers of 2 or 4 bytes.
+
+    TRL's kernels, which allocate nothing on GPUs, do nothing here.
+    """
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+    from trl.trainer import utils
+
+    class MeasuredSFT(Measured, SFTTrainer):
+        pass
+
+    assert (kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE) == CHUNK
+    for module in (kernels, utils):
+        monkeypatch.setattr(module, "_use_triton", lambda device: True)
+    for name in ("_forward_kernel", "_backward_kernel"):
+        monkeypatch.setattr(kernels, name, defaultdict(lambda: lambda *args, **options: None))
+    monkeypatch.setattr(kernels, "_addmm_fp32", lambda *tensors: None)
+    tokens = torch.randint(5, WORDS, (2 * BATCH, LENGTH)).tolist()
+    settings = {"optim": optim, "max_steps": 2, "per_device_train_batch_size": BATCH, "bf16": False}
+    trainer = MeasuredSFT(
+        build("llama", "sdpa", "cpu"),
+        arguments(tmp_path, SFTConfig, gradient_checkpointing=True, **settings),
+        train_dataset=datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in tokens]),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    model = build("llama", "sdpa", "meta")
+    if optim != "adamw_torch":
+        cast_model(model)
+        return_float32(model, next_to_loss=False)
+    expected = estimate_activations(model, BATCH, LENGTH, gradient_checkpointing=True, chunked_loss=True)
+    assert 0 <= trainer.peaks[1] - expected.with_gradients < 16 * 4 * BATCH * LENGTH
+
+
 def test_fused_attention_does_not_grow_with_the_square_of_the_length():
     def growth(attention: str) -> float:
         short, long = (estimate_activations(build("bert", attention, "meta"), 1, length).peak for length in (64, 256))
@@ -132,6 +176,8 @@ def test_what_cannot_be_estimated_is_said():
         estimate_activations(images, 1, 8)
     with pytest.raises(InputError, match="the labels of LlamaModel are not known"):
         estimate_activations(headless, 1, 8)
+    with pytest.raises(InputError, match="BertForMaskedLM is not a causal language model"):
+        estimate_activations(build("bert", "sdpa", "meta"), 1, 8, chunked_loss=True)
     with pytest.raises(InputError, match="does not run on tensors without values"):
         estimate_activations(build("bert", "eager", "meta"), 1, 1000)  # more tokens than positions
 

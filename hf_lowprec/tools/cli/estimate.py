@@ -49,6 +49,9 @@ def estimate(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="As in TrainingArguments.")
     ] = False,
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="The loss is TRL's, computed in chunks without whole logits.")
+    ] = False,
     fit: Annotated[
         bool, typer.Option("--fit", help="Find optimizer and options that fit in --gpu-memory; else, exit with 1.")
     ] = False,
@@ -83,8 +86,8 @@ def estimate(
         raise typer.BadParameter("--fit needs --gpu-memory, and chooses the optimizer: leave out --optim, --optim-args")
     if (batch_size is None) != (sequence_length is None) and not fit:
         raise typer.BadParameter("activations need both --batch-size and --sequence-length")
-    if gradient_checkpointing and batch_size is None and not fit:
-        raise typer.BadParameter("--gradient-checkpointing needs --batch-size and --sequence-length")
+    if (gradient_checkpointing or chunked_loss) and batch_size is None and not fit:
+        raise typer.BadParameter("--gradient-checkpointing and --chunked-loss need --batch-size and --sequence-length")
     notes = ["Autocast (bf16=True) keeps weights, gradients and state in FP32 too."]
     if gpus > 1:
         notes.append(f"Weights, grads, state, total and bytes per parameter are those of all {gpus} GPUs.")
@@ -95,7 +98,7 @@ def estimate(
         if batch_size is None or sequence_length is None:
             return None
         try:
-            return estimate_activations(model, batch_size, sequence_length, gradient_checkpointing)
+            return estimate_activations(model, batch_size, sequence_length, gradient_checkpointing, chunked_loss)
         except InputError as error:
             notes.append(f"Activations in {dtype} are not included: {error}.")
             return None
@@ -109,7 +112,7 @@ def estimate(
         base, steps = build(), gradient_accumulation_steps
         if fit and gpu_memory is not None:
             size = batch_size or 1, sequence_length or 4096
-            settings = find_fit(build, gpu_memory * GIB, gpus, *size, steps, gradient_checkpointing)
+            settings = find_fit(build, gpu_memory * GIB, gpus, *size, steps, gradient_checkpointing, chunked_loss)
         else:
             rows = [fp32_row(base, gpus, steps)._replace(activations=activations(base, "FP32"))]
             for name in names:
@@ -215,6 +218,12 @@ def explain(settings: list[Setting], gpu_memory: float, load_in_fp32: int) -> st
     if any(each.sync_each_batch for each in settings):
         lines.append("Where whole gradients do not fit, FSDP2 reduces them after every micro-batch (sync_each_batch).")
     chosen = best(settings)
+    chunked = next((each for each in settings if each.missing <= each.chunked_loss_saves), chosen)
+    if chunked is not chosen and chunked is not None:
+        (peak,) = _in_gib(chunked.peak - chunked.chunked_loss_saves)
+        lines.append(
+            f"With TRL's trainers (--chunked-loss), the peak of {chunked.option.title} is {peak} GiB: it fits."
+        )
     if chosen is None:
         least = min(settings, key=lambda setting: setting.peak)
         lines += [

@@ -23,8 +23,11 @@ from hf_lowprec.optim.gradients.buckets import GradientBucket
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WITH_TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForPreTraining")
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_WITH_TOKEN_LABELS = (*_CAUSAL, "ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 """Ends of the names of classes with one label per token."""
+CHUNK = 4096, 32768
+"""Positions, and entries of the vocabulary, whose logits TRL 1.16 computes at a time."""
 
 
 class Activations(NamedTuple):
@@ -43,7 +46,11 @@ class Activations(NamedTuple):
 
 
 def estimate_activations(
-    model: PreTrainedModel, batch_size: int, sequence_length: int, gradient_checkpointing: bool = False
+    model: PreTrainedModel,
+    batch_size: int,
+    sequence_length: int,
+    gradient_checkpointing: bool = False,
+    chunked_loss: bool = False,
 ) -> Activations:
     """Count the activations of one forward and backward.
 
@@ -52,9 +59,11 @@ def estimate_activations(
         batch_size: sequences.
         sequence_length: tokens per sequence, without padding.
         gradient_checkpointing: as in TrainingArguments.
+        chunked_loss: whether the loss is that of TRL's trainers, computed in chunks of the logits.
 
     Raises:
-        InputError: the model does not take tokens alone, or its forward depends on the values of tensors.
+        InputError: the model does not take tokens alone, its forward depends on the values of tensors, or TRL has no
+            chunked loss for it.
     """
     from transformers import PreTrainedConfig
 
@@ -73,7 +82,7 @@ def estimate_activations(
     memory = LiveMemory()
     try:
         with torch.enable_grad(), _gradients_apart(model, memory), _gpu_kernels(), memory, _NoPadding():
-            loss = model(**inputs).loss
+            loss = _chunked_loss(model, inputs["input_ids"]) if chunked_loss else model(**inputs).loss
             if loss is None:
                 raise InputError(f"{name} computes no loss")
             loss.backward()
@@ -104,6 +113,14 @@ def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> di
     if name.endswith(_WITH_TOKEN_LABELS) or getattr(model.config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "labels": tokens}
     raise InputError(f"the labels of {name} are not known")
+
+
+def _chunked_loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    if not type(model).__name__.endswith(_CAUSAL):
+        raise InputError(f"{type(model).__name__} is not a causal language model, the kind with a chunked loss")
+    hidden = model.base_model(tokens).last_hidden_state[:, :-1]
+    labelled = torch.empty(hidden.shape[:2].numel(), dtype=torch.int64, device="meta")
+    return _ChunkedLoss.apply(hidden[labelled, labelled], model.get_output_embeddings().weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class LiveMemory(TorchDispatchMode):
@@ -245,3 +262,23 @@ class _FusedAttention(torch.autograd.Function):
         query, key, value, mask, *_ = ctx.saved_tensors
         needed = zip((query, key, value, mask), ctx.needs_input_grad, strict=True)  # a mask may be T5's position bias
         return tuple(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The tensors of TRL's loss. Its backward computes each chunk of logits again, and sums gradients in FP32.
+
+    Those of its forward are fewer, so they do not count.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, head)
+        return hidden.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, head = ctx.saved_tensors
+        positions, entries = CHUNK
+        _logits = hidden.new_empty(min(positions, len(hidden)), entries)
+        sums = [torch.empty_like(tensor, dtype=torch.float32) for tensor in (hidden, head)]
+        return sums[0].to(hidden.dtype), sums[1].to(head.dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from hf_lowprec.integrations.checkpoint_files.input_files import InputError
 from hf_lowprec.tools.estimate.activations import Activations, estimate_activations
 from hf_lowprec.tools.estimate.memory import low_precision_row
 
@@ -72,6 +74,7 @@ class Setting(NamedTuple):
         checkpoint: bytes of a checkpoint on disk: weights and optimizer state.
         host: bytes of host memory that training takes on all GPUs' machines: states, gradients, and memory through
             which they travel.
+        chunked_loss_saves: bytes by which `peak` would be smaller with a chunked loss.
     """
 
     option: Option
@@ -82,6 +85,7 @@ class Setting(NamedTuple):
     missing: float
     checkpoint: int
     host: int
+    chunked_loss_saves: float = 0
 
 
 def find_fit(
@@ -92,6 +96,7 @@ def find_fit(
     sequence_length: int,
     gradient_accumulation_steps: int,
     gradient_checkpointing: bool,
+    chunked_loss: bool = False,
 ) -> list[Setting]:
     """Try each of `OPTIONS` with the largest micro-batch that fits, or else the one that needs the least memory.
 
@@ -105,11 +110,13 @@ def find_fit(
         sequence_length: tokens per sequence.
         gradient_accumulation_steps: micro-batches of that size per step.
         gradient_checkpointing: whether to try no options without it.
+        chunked_loss: as in `estimate_activations`.
 
     Raises:
         InputError: the activations of the model cannot be estimated.
     """
-    counted: dict[tuple[bool, int], Activations] = {}  # the same for all optimizers: they train the same BF16 model
+    # The same for all optimizers, since they train the same BF16 model. The last has a chunked loss, if there is one.
+    counted: dict[tuple[bool, int], list[Activations]] = {}
 
     def try_setting(option: Option, size: int, sync: bool) -> Setting:
         steps = gradient_accumulation_steps * batch_size // size
@@ -117,12 +124,16 @@ def find_fit(
         row = low_precision_row(model, option.optim, option.optim_args or None, gpus, 1 if sync else steps)
         key = option.gradient_checkpointing, size
         if key not in counted:
-            counted[key] = estimate_activations(model, size, sequence_length, option.gradient_checkpointing)
-        peak = row._replace(activations=counted[key]).peak(gpus, steps)
-        assert peak is not None
+            shape = size, sequence_length, option.gradient_checkpointing
+            counted[key] = [estimate_activations(model, *shape, chunked_loss)]
+            with suppress(InputError):
+                counted[key].append(estimate_activations(model, *shape, chunked_loss=True))
+        rows = (row._replace(activations=each) for each in counted[key])
+        peaks = [peak for each in rows if (peak := each.peak(gpus, steps)) is not None]
+        peak, chunked_loss_saves = peaks[0], max(0, peaks[0] - peaks[-1])
         checkpoint = row.memory.weights.total() + row.memory.state.total() + row.host_states
         missing, host = peak + RESERVE - gpu_bytes, row.on_host(gpus)
-        return Setting(option, size, steps, sync, peak, missing, checkpoint, host)
+        return Setting(option, size, steps, sync, peak, missing, checkpoint, host, chunked_loss_saves)
 
     divisors = [each for each in range(batch_size, 0, -1) if batch_size % each == 0]
     settings = []
