@@ -275,6 +275,15 @@ def muon_on_text() -> list[str]:
     ]
 
 
+def states_on_the_host() -> list[str]:
+    (split,) = (row for row in result("offload-time-h100")["rows"] if row["mode"] == "split")
+    step, host = split["states on the host"], split["host alone"]
+    return [
+        f"took {step:.2f} ns per parameter, which is {8 * step:.1f} s for 8 billion parameters",
+        f"the CPU's part alone took {host:.2f} ns",
+    ]
+
+
 def muon_on_many_gpus() -> list[str]:
     return [row(*values) for values in cells(muon_shares.table())]
 
@@ -295,6 +304,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/guides/migrating.md", lost_when_migrating),
     ("docs/choosing.md", muon_on_text),
     ("docs/guides/64-gpus.md", muon_on_many_gpus),
+    ("docs/guides/states-on-the-host.md", states_on_the_host),
     ("docs/guides/saving.md", losses_of_saved_folders),
     ("docs/performance/index.md", losses_at_a_glance),
     ("docs/performance/index.md", memory_with_activations),
