@@ -17,7 +17,7 @@ from benchmarks.evidence.training.replicas import Shape
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
-# Evidence
+# Evidence: BF16 vs FP32
 
 This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
 generated from saved results. Open a section for its setup, published claims, and the command that measures it again.
@@ -155,8 +155,8 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
 
 
 def _rendered(found: Section, example: str, record: dict[str, Any], shown: Sequence[Row]) -> str:
-    columns = ("claim", "source", "published", "measured", "verdict")
-    rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in shown]
+    columns = ("claim", "verdict", "measured", "published", "source")
+    rows = [(row.claim, row.verdict, row.ours, row.published, row.source) for row in shown]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
     claims = markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
     cases = record["cases"].values()
@@ -198,7 +198,7 @@ def page() -> str:
             rows = [row for row in found[-1].rows if row.source or not found[-1].table]
             parts.append(_rendered(found[-1], experiment(name).example, record, rows))
     summary = [[f"[{each.question}]({each.link})", each.answer, each.model] for each in found]
-    primary = [[row.claim, row.ours, row.verdict] for each in found for row in each.primary]
+    primary = [[row.claim, row.verdict, row.ours] for each in found for row in each.primary]
     refuted = [
         f"- {row.claim} ({row.source}): {row.verdict}, {row.ours}"
         for each in found
@@ -209,7 +209,7 @@ def page() -> str:
         LIMIT=LIMIT,
         CONFIDENCE=1 - (1 - CONFIDENCE) / PRIMARY,
         summary=markdown_table(("question", "answer", "largest model, parameters"), summary, numbers=False),
-        primary=markdown_table(("claim", "loss − FP32's", "verdict"), primary, numbers=False),
+        primary=markdown_table(("claim", "verdict", "loss − FP32's"), primary, numbers=False),
         refuted="\n".join(refuted),
     )
     return "\n\n".join([head, *parts]) + "\n"
