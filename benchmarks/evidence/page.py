@@ -17,7 +17,7 @@ from benchmarks.evidence.training.replicas import Shape
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.md"
 _HEAD = """\
-# Evidence
+# Evidence: BF16 vs FP32
 
 This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
 generated from saved results. Open a section's setup for the command that measures it again. Where the name of
@@ -156,8 +156,8 @@ def section(experiment: Experiment, record: dict[str, Any]) -> str:
 
 
 def _claims(shown: Sequence[Row]) -> str:
-    columns = ("claim", "source", "published", "measured", "verdict")
-    rows = [(row.claim, row.source, row.published, row.ours, row.verdict) for row in shown]
+    columns = ("claim", "verdict", "measured", "published", "source")
+    rows = [(row.claim, row.verdict, row.ours, row.published, row.source) for row in shown]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
     return markdown_table([columns[k] for k in kept], [[row[k] for k in kept] for row in rows], numbers=False)
 
@@ -203,7 +203,7 @@ def page() -> str:
                 parts.append(_rendered(each, record))
             question = f"[{each.question}]({each.link})" if each.table else f"{each.question} (`{_arguments(record)}`)"
             summary.append([question, each.answer, each.model])
-    primary = [[row.claim, row.ours, row.verdict] for each in found for row in each.primary]
+    primary = [[row.claim, row.verdict, row.ours] for each in found for row in each.primary]
     published = [row for each in found for row in each.rows if row.source]
     refuted = [
         f"- {row.claim} ({row.source}): {row.verdict}, {row.ours}"
@@ -214,7 +214,7 @@ def page() -> str:
         LIMIT=LIMIT,
         CONFIDENCE=1 - (1 - CONFIDENCE) / PRIMARY,
         summary=markdown_table(("question", "answer", "largest model, parameters"), summary, numbers=False),
-        primary=markdown_table(("claim", "loss − FP32's", "verdict"), primary, numbers=False),
+        primary=markdown_table(("claim", "verdict", "loss − FP32's"), primary, numbers=False),
         confirmed=f"{len(published) - len(refuted)} of {len(published)}",
         refuted="\n".join(refuted),
     )

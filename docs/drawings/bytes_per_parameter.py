@@ -51,7 +51,8 @@ def counted(dtype: torch.dtype, make: Callable[[list], torch.optim.Optimizer]) -
 def draw(theme: Theme) -> Figure:
     """A stacked bar for each optimizer."""
     found, ax = chart(theme, 4.8, every_mode())
-    for row, text in ((1, "remainder"), (2, "compensation"), (3, "remainder")):
+    for row, name in enumerate(every_mode()):
+        text = {"split": "remainder", "kahan": "compensation"}.get(name.rpartition("_")[2], "")
         ax.text(11.95, row, text, color=theme.stochastic, ha="left", va="center")
     return found
 

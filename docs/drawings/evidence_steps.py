@@ -26,9 +26,9 @@ def draw(theme: Theme) -> Figure:
     ax.set_title("Validation loss, less that of FP32", color=theme.ink)
     ax.axhspan(-LIMIT, LIMIT, color=theme.fill, alpha=0.6, linewidth=0)
     shown = (
-        ("sr", theme.nearest, "stochastic rounding without feedback", 0.0125),
-        ("feedback", theme.stochastic, "stochastic rounding", 0.0022),
-        ("split", theme.kahan, "split", -0.0035),
+        ("sr", theme.nearest, "stochastic rounding without feedback", 0.0152),
+        ("feedback", theme.stochastic, "stochastic rounding", -0.0038),
+        ("split", theme.kahan, "split", -0.0075),
     )
     for case, color, words, place in shown:
         pairs = [paired(*each) for each in zip(losses[case], losses["fp32"], strict=True)]
@@ -37,7 +37,7 @@ def draw(theme: Theme) -> Figure:
         ax.fill_between(steps, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
         ax.text(1100, place, words, color=color)
     nearest = losses["nearest"] - losses["fp32"]
-    words = f"rounded to nearest: +{nearest[0].mean():.1f} to +{nearest[-1].mean():.1f}, beyond the picture ↑"
+    words = f"rounded to nearest: +{nearest[0].mean():.1f} to +{nearest[-1].mean():.1f}, above ↑"
     ax.text(1100, 0.0178, words, color=theme.nearest)
     ax.set(xscale="log", xlim=(steps[0], steps[-1]), ylim=RANGE, xlabel="steps of AdamW at a constant rate")
     return found

@@ -52,7 +52,7 @@ def draw(theme: Theme) -> Figure:
     steps = torch.arange(STEPS + 1)[every].numpy()
     values = {name: change[every].numpy() / SPACING for name, change in trained().items()}
     found, axes = figure(theme, 9.0, rows=4, sharex=True)
-    found.subplots_adjust(left=0.13, right=0.965, top=0.97, bottom=0.058, hspace=0.28)
+    found.subplots_adjust(left=0.13, right=0.955, top=0.97, bottom=0.058, hspace=0.28)
     titles = ("Nearest: the weight never moves", "Kahan: weight + compensation follows FP32")
     titles += ("Stochastic alone: runs wander, their mean follows",)
     titles += ("Stochastic with error feedback: each run follows",)

@@ -7,6 +7,7 @@ import math
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from style import Theme, figure, line
 
 import hf_lowprec
@@ -51,7 +52,7 @@ def stored(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tens
 def draw(theme: Theme) -> Figure:
     """Two panels of both runs."""
     found, (loss, lost) = figure(theme, 3.9, rows=2, sharex=True)
-    found.subplots_adjust(left=0.1, right=0.965, top=0.93, bottom=0.12, hspace=0.35)
+    found.subplots_adjust(left=0.13, right=0.95, top=0.93, bottom=0.12, hspace=0.35)
     for rounding, color in (("nearest", theme.nearest), ("kahan", theme.kahan)):
         steps, losses, shares = zip(*trained(rounding), strict=True)
         line(loss, f"loss-{rounding}", steps, losses, color=color)
@@ -62,5 +63,6 @@ def draw(theme: Theme) -> Figure:
         ax.set_axisbelow(True)
     loss.text(700, 0.68, "nearest", color=theme.nearest)
     loss.text(700, 0.17, "kahan", color=theme.kahan)
-    lost.set(xlabel="step", xlim=(0, STEPS), ylim=(-0.04, 1.04))
+    lost.set(xlabel="step", ylim=(-0.06, 1.06))
+    lost.yaxis.set_major_formatter(PercentFormatter(1))
     return found

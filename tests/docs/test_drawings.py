@@ -58,6 +58,17 @@ def test_the_data_is_what_the_code_computes(name: str, drawn: Path) -> None:
         assert now[part] == pytest.approx(values, abs=0.5, rel=0), part
 
 
+@pytest.mark.every_case
+def test_no_text_is_cut_at_the_edge_of_a_drawing(drawn: Path) -> None:
+    matplotlib, style = sys.modules["matplotlib"], sys.modules["style"]
+    for name in {path.stem.removesuffix("-dark").replace("-", "_") for path in drawn.iterdir()}:
+        with matplotlib.rc_context(style.RC):
+            figure = sys.modules[name].draw(style.LIGHT)
+            figure.draw_without_rendering()
+            x0, y0, x1, y1 = figure.get_tightbbox().extents * figure.dpi
+        assert min(x0, y0) >= 0 and x1 <= figure.bbox.x1 and y1 <= figure.bbox.y1, name
+
+
 def test_every_drawing_is_on_a_page_with_a_description() -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     for path in IMAGES.glob("*.svg"):

@@ -44,8 +44,8 @@ def at_a_glance() -> list[str]:
         ("torch AdamW after `model.to(torch.bfloat16)`", "8", "nearest"),
         ("**`adamw_bf16_split`**", "10", "split"),
         ("`adamw_bf16_sr`", "8", "sr"),
-        ('`adamw_bf16_sr`, `optim_args="state_dtype=int8"`', "6.06", "sr-8bit"),
-        ('`adamw_bf16_sr`, `optim_args="factored=True,state_dtype=int8"`', "5.03", "sr-factored-8bit"),
+        ("`adamw_bf16_sr`, `state_dtype=int8`", "6.06", "sr-8bit"),
+        ("`adamw_bf16_sr`, `factored=True`, `state_dtype=int8`", "5.03", "sr-factored-8bit"),
     )
     found = []
     for label, size, way in ways:
@@ -53,7 +53,7 @@ def at_a_glance() -> list[str]:
         shares = [run["lost"] for run in runs]
         chance = 2 * stdev(shares) / len(shares) ** 0.5  # stochastic rounding loses nothing on average
         lost = f"{max(abs(mean(shares)) - chance, 0):.0%}"
-        found.append(row(label, size, lost, f"{mean(run['loss'] for run in runs):.4f}"))
+        found.append(row(label, f"{mean(run['loss'] for run in runs):.4f}", lost, size))
     autocast, fp32 = (mean(run["loss"] for run in fine_tuning(way)) for way in ("autocast", "fp32"))
     assert abs(autocast - fp32) < 0.002
     return [*found, *_speed_at_a_glance()]
@@ -69,7 +69,7 @@ def _speed_at_a_glance() -> list[str]:
         ("torch AdamW, fused, after `model.to(torch.bfloat16)`", "torch AdamW, BF16, fused"),
         ("**`adamw_bf16_split`**", "hf_lowprec AdamW, split"),
         ("`adamw_bf16_sr`", "hf_lowprec AdamW, stochastic"),
-        ('`adamw_bf16_sr`, `optim_args="state_dtype=int8"`', "hf_lowprec AdamW, stochastic, 8-bit states"),
+        ("`adamw_bf16_sr`, `state_dtype=int8`", "hf_lowprec AdamW, stochastic, 8-bit states"),
     )
     found = []
     for label, optimizer in ways:
@@ -86,7 +86,9 @@ def losses_at_a_glance() -> list[str]:
     before = fine_tuning("fp32")[0]["before"]
     shares = [(before - float(loss)) / (before - float(exact)) for loss in (stochastic, nearest)]
     text = "stochastic rounding makes {:.0%} of FP32's progress, and rounding to nearest {:.0%}".format(*shares)
-    return [f"| {exact} | {split} | | {stochastic} | {nearest} |", text]
+    rows = {"FP32 AdamW": exact, "`adamw_bf16_split`": split, "`adamw_bf16_sr`": stochastic}
+    rows["BF16, rounded to nearest"] = nearest
+    return [*(f"| {label} | {loss} |" for label, loss in rows.items()), text]
 
 
 def losses_of_saved_folders() -> list[str]:
@@ -171,7 +173,7 @@ def steps_on_gpus() -> list[str]:
             continue
         rows = [rows.get(name) for rows in tables]
         times = [value for row in rows for value in (("–", "–") if row is None else _time_and_ratio(row))]
-        found.append(row(name, f"{on_h200['bytes_per_parameter']:g}", *times))
+        found.append(row(name, *times, f"{on_h200['bytes_per_parameter']:g}"))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -105,6 +106,31 @@ def test_the_site_loads_nothing_from_elsewhere(built: dict[Path, Html]) -> None:
 def test_every_public_name_has_its_place_in_the_reference(site: Path, built: dict[Path, Html]) -> None:
     described = set().union(*(html.ids for path, html in built.items() if path.is_relative_to(site / "reference")))
     assert [name for name in hf_lowprec.__all__ if f"hf_lowprec.{name}" not in described] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "page", "field"),
+    [
+        ("OOM", "troubleshooting/", "title"),
+        ("CUDA out of memory", "troubleshooting/", "title"),
+        ("NaN", "troubleshooting/", "title"),
+        ("loss does not go down", "troubleshooting/", "title"),
+        ("Muon", "choosing/", "title"),
+        ("LoRA", "guides/adapters/", "title"),
+        ("FSDP", "guides/distributed/", "title"),
+        ("resume", "guides/saving/", "title"),
+        ("8B", "guides/8b-on-one-gpu/", "title"),
+        ("BF16 vs FP32", "performance/evidence/", "title"),
+        ("Colab", "quickstart/", "text"),
+    ],
+)
+def test_the_search_knows_the_words_of_a_reader(site: Path, words: str, page: str, field: str) -> None:
+    """It finds words that begin with those typed, and ranks by headings first."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    parts = [part[field].lower() for part in index["docs"] if part["location"].partition("#")[0] == page]
+    indexed = [re.split(index["config"]["separator"], part) for part in parts]
+    typed = words.lower().split()
+    assert any(all(any(term.startswith(word) for term in terms) for word in typed) for terms in indexed)
 
 
 class TestPages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -37,11 +38,12 @@ def plot(
 
     folder = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
     file = out or folder / NAME
+    above = os.path.commonpath([os.path.dirname(os.path.abspath(run)) for run in runs])
     try:
         logs = {}
         for run in runs:
             with explain_input_errors(f"{str(run)!r} cannot be read"):
-                logs[str(run)] = read_log(run)
+                logs[os.path.relpath(run, above)] = read_log(run)
         with explain_input_errors(f"{str(file)!r} cannot be written"):
             draw(logs).savefig(file, format=file.suffix[1:] or "png", dpi=130)
     except InputError as error:
