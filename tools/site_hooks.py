@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
-PAGES = {"changelog.md": "CHANGELOG.md", "contributing/index.md": "CONTRIBUTING.md"}
+PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing/index.md": "CONTRIBUTING.md"}
 """Pages of the site whose one copy lies in the repository's root."""
 
 SECTIONS_ONLY = {"troubleshooting.md"}
@@ -38,6 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let one text work on GitHub and here: links that leave docs/, bars in tables; and write the commands' help."""
     markdown = relink(markdown, page.file.src_uri, config.repo_url)
+    markdown = markdown.replace('src="docs/', 'src="')
     markdown = unescape_bars(markdown)
     if COMMAND_LINE in markdown:
         markdown = markdown.replace(COMMAND_LINE, command_line())

@@ -301,7 +301,6 @@ def requirements() -> list[str]:
 TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("README.md", requirements),
     ("README.md", at_a_glance),
-    ("docs/index.md", at_a_glance),
     ("docs/quickstart.md", requirements),
     ("docs/guides/migrating.md", lost_when_migrating),
     ("docs/choosing.md", muon_on_text),

@@ -208,10 +208,10 @@ class TestLinksToFilesOutsideOfDocs:
                 f"[a]({URL}/blob/main/examples/dpo.py)",
                 "a (`examples/dpo.py`)",
             ),
-            ("index.md", "[`LICENSE`](../LICENSE)", f"[`LICENSE`]({URL}/blob/main/LICENSE)", "`LICENSE`"),
+            ("quickstart.md", "[`LICENSE`](../LICENSE)", f"[`LICENSE`]({URL}/blob/main/LICENSE)", "`LICENSE`"),
             ("guides/trl.md", "[a](../../CHANGELOG.md#added)", *["[a](../changelog.md#added)"] * 2),
             ("changelog.md", "[a](docs/model-support.md)", *["[a](model-support.md)"] * 2),
-            ("index.md", "[a](not-there.md)", *["[a](not-there.md)"] * 2),
+            ("quickstart.md", "[a](not-there.md)", *["[a](not-there.md)"] * 2),
         ],
     )
     def test_they_are_rewritten(self, uri: str, written: str, on_the_site: str, without_an_address: str) -> None:
