@@ -82,7 +82,7 @@ def measured_step(case: Case, tensors: int) -> Callable[[], float]:
     if case.sharding != "plain":
         shape, names = ((1,), ("shard",)) if case.sharding == "FSDP2" else ((1, 1), ("replicate", "shard"))
         fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-    optimizer = AdamW(model.parameters(), backend=case.backend)
+    optimizer = AdamW(model.parameters(), rounding="kahan", backend=case.backend)  # as recorded
 
     def take_step() -> float:
         model().backward()

@@ -1,4 +1,4 @@
-"""Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_kahan")`.
+"""Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_split")`.
 
 Importing the package imports neither torch nor transformers. Its optimizer names are added when transformers is
 imported, and the methods of `Trainer` that act on them are wrapped then. All other names are imported on first use.

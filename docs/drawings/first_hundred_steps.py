@@ -29,7 +29,7 @@ def moved() -> dict[str, torch.Tensor]:
             optimizers[name] = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
         else:
             hf_lowprec.cast_model(model, keep_low_bits=name == "low_bits")
-            optimizers[name] = hf_lowprec.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+            optimizers[name] = hf_lowprec.AdamW(model.parameters(), lr=LR, weight_decay=0.0, rounding="kahan")
     starts = {name: model.weight.detach().float() for name, model in models.items()}
     starts["fp32"] = exact
     found = {name: [0.0] for name in models}

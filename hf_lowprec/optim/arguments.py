@@ -183,7 +183,7 @@ def _as_float(value: Any) -> float:
 class Shared(TypedDict, total=False):
     """The keyword arguments of every optimizer, with their types; `LowPrecisionOptimizer` documents them."""
 
-    rounding: Annotated[Rounding, Argument(get_args(Rounding), "kahan")]
+    rounding: Annotated[Rounding, Argument(get_args(Rounding), "split")]
     state_dtype: Annotated[torch.dtype | Mapping[str, torch.dtype] | None, Argument(torch.dtype)]
     state_rounding: Annotated[StateRounding, Argument(get_args(StateRounding), "stochastic")]
     seed: Annotated[int, Argument(int, 0)]

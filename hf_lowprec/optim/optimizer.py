@@ -41,10 +41,10 @@ class LowPrecisionOptimizer(StepStages):
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters; its constructor passes `locals()`.
-        rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"split"` (an int16
-            remainder stores the rest of the exact FP32 weight), `"stochastic"` or `"sr"` (unbiased, no extra state) or
-            `"nearest"`. `"split"` and `"stochastic"` take BF16 parameters only. This argument and the next four may
-            also be set per parameter group. Groups hold the long name.
+        rounding: `"split"` (an int16 remainder stores the rest of the exact FP32 weight), `"kahan"` (a BF16
+            compensation stores the rounding error of each update), `"stochastic"` or `"sr"` (unbiased, no extra state)
+            or `"nearest"`. FP16 parameters need `"kahan"` or `"nearest"`. This argument and the next four may also be
+            set per parameter group. Groups hold the long name.
         state_dtype: the dtype of the states of low-precision parameters: `torch.bfloat16`, `torch.float32` or
             `torch.int8` (codes of 8 bits, and a scale for each 32 elements of a row), or a mapping from state name to
             dtype; None means BF16. With `torch.int8`, states that do not average over steps stay in BF16, and all

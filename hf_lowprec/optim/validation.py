@@ -186,7 +186,8 @@ def warn_of_fp32_weights(optimizer: Algorithm) -> None:
     if modes and all(param.dtype == torch.float32 for param in params) and any(param.dim() > 1 for param in params):
         warnings.warn(
             f"rounding={min(modes)!r} has no effect on float32 parameters, and this {type(optimizer).__name__} has no "
-            "others: it trains in plain FP32, with 16 bytes per parameter. Cast the model before: cast_model(model)",
+            "others: it trains in plain FP32. Cast the model before: cast_model(model). If you want FP32, pass "
+            "rounding='nearest'",
             RuntimeWarning,
             stacklevel=2,
         )

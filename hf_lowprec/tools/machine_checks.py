@@ -238,7 +238,7 @@ def _train() -> tuple[Trainer, dict[str, torch.Tensor]]:
     tokens = (torch.arange(_VOCABULARY).unsqueeze(1) + torch.arange(_LENGTH)) % _VOCABULARY
     trainer = Trainer(
         model,
-        _training_arguments(optim="adamw_bf16_kahan", learning_rate=1e-2, max_steps=_STEPS, logging_steps=1),
+        _training_arguments(optim="adamw_bf16_split", learning_rate=1e-2, max_steps=_STEPS, logging_steps=1),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],  # type: ignore[arg-type]
         callbacks=[hf_lowprec.LowPrecisionCallback(report=False)],
     )

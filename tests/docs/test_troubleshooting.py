@@ -63,7 +63,7 @@ def of_libraries(two_fake_ranks) -> dict[str, str]:
     parser = HfArgumentParser(TrainingArguments, exit_on_error=False)
     provoke("argument --optim: invalid choice: …", lambda: parser.parse_args(["--optim", "adamw_bf16_khan"]))
     half = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
-    scaler, optimizer = torch.amp.GradScaler("cpu"), hf_lowprec.AdamW([half])
+    scaler, optimizer = torch.amp.GradScaler("cpu"), hf_lowprec.AdamW([half], rounding="kahan")
     scaler.scale(half.sum()).backward()
     provoke("Attempting to unscale FP16 gradients.", lambda: scaler.step(optimizer))
     states = {"optimizer.param_groups.0.rounding": torch.zeros(1)}

@@ -91,7 +91,7 @@ def test_weight_decay_that_arrives():
     torch.manual_seed(0)
     lost = {}
     for name, options in {
-        "kahan": {},
+        "kahan": {"rounding": "kahan"},
         "nearest": {"rounding": "nearest"},
         "none": {"weight_decay": 0},
     }.items():

@@ -180,9 +180,10 @@ def test_remedies_for_what_one_step_loses():
     def said(code: str, **options) -> str:
         return only(train(model_of(None), adamw(**options), steps=1, every=1), code).message
 
+    textbook = {"rounding": "kahan", "state_rounding": "nearest"}
     too_small = said("updates_lost", lr=1e-13, rounding="split", weight_decay=0)
     assert too_small.endswith("They are too small for FP32 weights as well: raise the learning rate.")
-    assert "Remove state_rounding='nearest', with" in said("updates_lost", lr=1e-9, state_rounding="nearest")
+    assert "Remove state_rounding='nearest', with" in said("updates_lost", lr=1e-9, **textbook)
     # A thousandth of each weight is a quarter of the smallest spacing.
     assert "weight_decay=100" in said("weight_decay_lost", lr=1e-5, rounding="nearest", weight_decay=100.0)
 

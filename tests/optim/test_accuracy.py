@@ -21,9 +21,8 @@ def generator() -> torch.Generator:
 
 
 def estimate(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
-    """The best estimate of the weight: what is stored and what is still owed to it."""
-    owed = optimizer.state[param].get("compensation", torch.zeros(1))
-    return param.detach().double() + owed.double()
+    """The best estimate of a weight with Kahan summation: what is stored and what is still owed to it."""
+    return param.detach().double() + optimizer.state[param]["compensation"].double()
 
 
 def upper_half(count: int) -> torch.nn.Parameter:
@@ -95,7 +94,7 @@ def test_weights_follow_fp32_adamw():
     cases = {**STATES, "nearest": ({"state_rounding": "nearest"}, None)}
     params = {name: torch.nn.Parameter(start.clone()) for name in cases}
     hyper = {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.999)}
-    ours = {name: AdamW([params[name]], **hyper, **options) for name, (options, _) in cases.items()}
+    ours = {name: AdamW([params[name]], rounding="kahan", **hyper, **options) for name, (options, _) in cases.items()}
     reference = torch.nn.Parameter(start.float())
     theirs = torch.optim.AdamW([reference], **hyper)
     for step in range(2000):
@@ -128,7 +127,7 @@ def test_updates_far_below_a_spacing_arrive(state_rounding, arrives):
     """
     param = upper_half(4096)
     before = param.detach().double()
-    optimizer = SGD([param], lr=1e-6, state_rounding=state_rounding)
+    optimizer = SGD([param], lr=1e-6, rounding="kahan", state_rounding=state_rounding)
     param.grad = -torch.ones_like(param)
     for _ in range(5000):
         optimizer.step()

@@ -60,15 +60,15 @@ def settings(optimizer) -> str:
 
 
 def of_optim_args(name, form):
-    cls, kwargs = hf_lowprec.optimizer_factory("adamw_bf16_kahan")
-    args = SimpleNamespace(optim="adamw_bf16_kahan", optim_args=f"seed=0,{name}={form},eps=1e-8")
+    cls, kwargs = hf_lowprec.optimizer_factory("adamw_bf16_split")
+    args = SimpleNamespace(optim="adamw_bf16_split", optim_args=f"seed=0,{name}={form},eps=1e-8")
     if name in ("seed", "eps"):
         args.optim_args = f"{name}={form}"
     return cls([param()], **kwargs | {"first_parameter": 0} | optim_args_of(args).optimizer)
 
 
 def of_factory(name, form):
-    cls, kwargs = hf_lowprec.optimizer_factory("adamw_bf16_kahan", **{name: form})
+    cls, kwargs = hf_lowprec.optimizer_factory("adamw_bf16_split", **{name: form})
     assert cls is AdamW
     return cls([param()], **{"first_parameter": 0, **kwargs})
 

@@ -91,7 +91,7 @@ def test_a_conversion_that_leaves_no_state_in_another_dtype_is_not_said():
 
 
 def test_a_parameter_without_gradient_may_be_converted():
-    """It has no compensation before its first step in 16 bits."""
+    """It has no remainder before its first step in 16 bits."""
     params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
     optimizer = AdamW(params, lr=0.01, backend="eager")
     for dtype in (torch.float32, torch.bfloat16):
@@ -115,7 +115,7 @@ def transpose(tensor):
 
 def swap_in_place(optimizer, params):
     transpose(params[2])
-    for name in ("exp_avg", "exp_avg_sq", "compensation"):
+    for name in ("exp_avg", "exp_avg_sq", "remainder"):
         optimizer.state[params[2]][name].data = optimizer.state[params[2]][name].t().contiguous()
 
 
@@ -232,7 +232,7 @@ def test_a_change_before_or_after_clipping_counts(change, any_backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_parameter_that_becomes_another_view_of_its_memory_is_noticed(backend):
     """Its address and gradient stay the same."""
-    param, optimizer = stepped(backend=backend)
+    param, optimizer = stepped(backend=backend, rounding="kahan")  # also for FP16
     param.grad = torch.ones_like(param)
     param.data = param.data.view(2, 4)
     with pytest.raises(ValueError, match=r"parameter 0 has shape \(2, 4\)"):

@@ -158,7 +158,7 @@ import torch
 from torch import nn
 from hf_lowprec.optim import AdamW
 
-VICTIMS = ("the parameter itself", "its gradient", "its gradient, in a bucket", "exp_avg", "compensation")
+VICTIMS = ("the parameter itself", "its gradient", "its gradient, in a bucket", "exp_avg", "remainder")
 cases = itertools.product(("eager", "native"), VICTIMS, (0, 2), ({}, {"max_grad_norm": 1.0}))
 for backend, victim, steps, options in cases:
     named = [(name, nn.Parameter(torch.ones(40).bfloat16())) for name in ("a.weight", "b.weight", "c.weight")]

@@ -10,7 +10,9 @@ from torch import nn
 from hf_lowprec.optim import SGD, Adafactor, AdamW, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.state.fp32_weights import fp32_estimates
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
 from hf_lowprec.rounding.random_bits import random_bits
+from tests.golden.steps import checkpoint_path
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, train
 from tests.support.random_numbers import randn
 from tests.support.triton_available import rarely_on_triton
@@ -134,6 +136,21 @@ def test_a_state_dict_of_another_mode_continues_as_within_the_run(name, first, t
     for param in params_of(within):
         assert ("compensation" in within.state[param]) == (then == "kahan")
         assert ("remainder" in within.state[param]) == (then == "split")
+
+
+def test_a_checkpoint_with_compensations_loads_into_the_default():
+    """A warning names both modes, and the FP32 weights stay. Other groups may keep Kahan summation, as FP16 ones do."""
+    saved = torch.load(checkpoint_path("AdamW", "kahan"), weights_only=True)
+    split, norm, half = params = [nn.Parameter(value) for value in saved["weights"].values()]
+    optimizer = AdamW([{"params": [split]}, {"params": [norm]}, {"params": [half], "rounding": "kahan"}])
+    with pytest.warns(RuntimeWarning, match="the rounding mode changes from 'kahan' to 'split', as this AdamW"):
+        optimizer.load_state_dict(saved["optimizer"])
+    before, total = exact(optimizer), split.detach().float() + optimizer.state[split]["compensation"].float()
+    assert not torch.equal(total, split.float())
+    take_no_way(optimizer)
+    assert_equal(exact(optimizer), [total.double(), *before[1:]])
+    low_bits = [{*AUXILIARY_STATES} & optimizer.state[param].keys() for param in params]
+    assert low_bits == [{"remainder"}, set(), {"compensation"}]
 
 
 @pytest.mark.parametrize(("first", "then"), [("kahan", "split"), ("split", "kahan")])

@@ -81,11 +81,11 @@ def test_what_is_no_matrix_gets_adamw():
         adamw.step()
     for k in (1, 3):
         assert torch.equal(mixed[k], plain[k])
-        assert muon.state[mixed[k]].keys() == {"step", "exp_avg", "exp_avg_sq", "compensation"}
+        assert muon.state[mixed[k]].keys() == {"step", "exp_avg", "exp_avg_sq", "remainder"}
         assert all(
             torch.equal(muon.state[mixed[k]][name], adamw.state[plain[k]][name]) for name in ("exp_avg", "exp_avg_sq")
         )
-    assert muon.state[mixed[0]].keys() == {"step", "momentum_buffer", "compensation"}
+    assert muon.state[mixed[0]].keys() == {"step", "momentum_buffer", "remainder"}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])

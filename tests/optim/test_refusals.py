@@ -37,7 +37,12 @@ REFUSED = [
         {"rounding": "stochastic"},
         r"rounding='stochastic' in param group 0 does not support torch\.float16",
     ),
-    (AdamW, FP16, {"rounding": "split"}, r"rounding='split' in param group 0 does not support torch\.float16"),
+    (
+        AdamW,  # the default
+        FP16,
+        {},
+        r"rounding='split' in param group 0 does not support torch\.float16 parameters; use rounding='kahan'",
+    ),
     (AdamW, BF16, {**IN_8_BITS, "state_rounding": "nearest"}, "state_rounding='nearest' in param group 0 is not"),
     (AdamW, BF16, {"state_dtype": {"exp_avg": INT8}, "state_rounding": "nearest"}, "always rounded stochastically"),
     (AdamW, BF16, {"state_dtype": {"max_exp_avg_sq": INT8}, "amsgrad": True}, "max_exp_avg_sq does not average over"),
@@ -201,17 +206,29 @@ def test_a_device_without_fp64_is_named():
             AdamW([param])
 
 
-FIRST_IS_POINTED_OUT = [("split", FP32, 2), ("split", BF16, 2), ("kahan", FP32, 2), ("split", FP32, 1)]
+MATRIX, NORM = (4, 4), (4,)
 
 
-@pytest.mark.parametrize(("rounding", "dtype", "sides"), FIRST_IS_POINTED_OUT)
-def test_a_mode_for_16_bits_without_16_bit_weights_is_pointed_out(recwarn, rounding, dtype, sides):
-    """Kahan summation is the default; vectors may be the norms of a model whose matrices another optimizer has."""
-    param = nn.Parameter(torch.ones([4] * sides, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    optimizer = AdamW([param], rounding=rounding)
+@pytest.mark.parametrize(
+    ("options", "params", "is_pointed_out"),
+    [
+        ({}, [(FP32, MATRIX), (FP32, NORM)], True),
+        ({"rounding": "stochastic"}, [(FP32, MATRIX)], True),
+        ({"rounding": "nearest"}, [(FP32, MATRIX)], False),
+        ({"rounding": "kahan"}, [(FP32, MATRIX)], False),
+        ({}, [(BF16, MATRIX)], False),
+        ({}, [(BF16, MATRIX), (FP32, NORM)], False),
+        ({}, [(FP32, NORM)], False),  # of a model whose matrices another optimizer has
+    ],
+)
+def test_a_mode_for_16_bits_without_16_bit_weights_is_pointed_out(recwarn, options, params, is_pointed_out):
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for dtype, shape in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = AdamW([{"params": [param]} for param in params], **options)
     optimizer.step()
+    rounding = options.get("rounding", "split")
     found = [str(warning.message) for warning in recwarn if "cast_model(model)" in str(warning.message)]
-    assert len(found) == ((rounding, dtype, sides) == FIRST_IS_POINTED_OUT[0])
-    report = precision_report(nn.ParameterList([param]), optimizer, cast_model(nn.Linear(1, 1)))
-    assert (f"weights {rounding}" in report) == (dtype == BF16)
+    assert [f"rounding={rounding!r} has no effect" in message for message in found] == [True] * is_pointed_out
+    report = precision_report(nn.ParameterList(params), optimizer, cast_model(nn.Linear(1, 1)))
+    assert (f"weights {rounding}" in report) == (params[0].dtype == BF16)

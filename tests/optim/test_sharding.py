@@ -103,7 +103,7 @@ def test_a_plain_gradient_of_a_sharded_parameter_raises(mesh):
 # What may change between steps.
 
 BACKENDS = ("eager", "native")
-STATES = ("exp_avg", "exp_avg_sq", "compensation")
+STATES = ("exp_avg", "exp_avg_sq", "remainder")
 
 
 def sharded(ranks, local, placement=None) -> DTensor:

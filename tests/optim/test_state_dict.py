@@ -425,16 +425,18 @@ def test_low_bits_are_copied_as_weights_are(name, rounding, low_bits, by_distrib
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
+    ("before", "after", "rounding"),
+    [("float32", "bfloat16", "split"), ("float32", "float16", "kahan"), ("bfloat16", "float16", "kahan")],
 )
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_parameter_cast_to_16_bits_trains_on_and_its_checkpoint_loads(name, before, after):
+def test_a_parameter_cast_to_16_bits_trains_on_and_its_checkpoint_loads(name, before, after, rounding):
     params = [nn.Parameter(torch.linspace(-1, 1, 12, dtype=getattr(torch, before)).view(3, 4))]
-    made = ALGORITHMS[name](params, lr=1e-3, **OPTIONS.get(name, {}))
+    options = {"lr": 1e-3, "rounding": rounding, **OPTIONS.get(name, {})}
+    made = ALGORITHMS[name](params, **options)
     train(made, 2)
     params[0].data = params[0].data.to(getattr(torch, after))
     train(made, 2)
-    twin = ALGORITHMS[name]([nn.Parameter(params[0].detach().clone())], lr=1e-3, **OPTIONS.get(name, {}))
+    twin = ALGORITHMS[name]([nn.Parameter(params[0].detach().clone())], **options)
     twin.load_state_dict(copy.deepcopy(made.state_dict()))
     for other in (made, twin):
         train(other, 2, seed=1)

@@ -29,7 +29,7 @@ def parameters(backend: str, grads: list[Tensor]) -> list[nn.Parameter]:
 
 def square_sum(backend: str, *grads: Tensor) -> float:
     params = parameters(backend, grads)
-    with AdamW(params, backend=backend).plan_step() as plan:
+    with AdamW(params, rounding="kahan", backend=backend).plan_step() as plan:
         (step,) = plan.backend_steps
         total = step.square_sum()
     assert (total.dtype, total.shape, total.device) == (torch.float64, (), params[0].device)

@@ -157,7 +157,7 @@ def test_memory_is_two_bytes_per_parameter_until_the_first_step():
     assert not any("_low_bits" in vars(param) for param in model.parameters())
     states = optimizer.state[model.linear.weight]
     assert {name: value.nbytes for name, value in states.items() if name != "step"} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq", "compensation"), 2 * model.linear.weight.numel()
+        ("exp_avg", "exp_avg_sq", "remainder"), 2 * model.linear.weight.numel()
     )
 
 

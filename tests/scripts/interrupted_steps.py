@@ -37,7 +37,7 @@ def built(backend: str, algorithm: str) -> LowPrecisionOptimizer:
         nn.Parameter(torch.randn(4).half()),
     ]
     params.append(nn.Parameter(torch.randn(5, 6).bfloat16().t()))
-    options = {"lr": 0.1, "backend": backend, "max_grad_norm": 1.0}
+    options = {"lr": 0.1, "rounding": "kahan", "backend": backend, "max_grad_norm": 1.0}
     if algorithm == "muon":
         return Muon(params, matrices=[param for param in params if param.ndim == 2], **options)
     return AdamW(params, **options)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.arguments import SHARED
 from hf_lowprec.optim.param_groups import params_of, unwrap_optimizer
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import dtensor_like, flat_part, full_shape, global_places, local_shard, part_of
@@ -40,7 +41,7 @@ from hf_lowprec.rounding.random_bits import random_bits
 
 def uses_low_bits(settings: Mapping[str, Any]) -> bool:
     """Return whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
-    return bool(MODES[mode_name(settings.get("rounding", "kahan"))].auxiliary)
+    return bool(MODES[mode_name(settings.get("rounding", SHARED["rounding"].default))].auxiliary)
 
 
 def start_with_low_bits(low_bits_state: Tensor, param: Tensor) -> None:

@@ -35,7 +35,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ScheduleFreeAdamW": [{"weight_decay": 0.1, "warmup_steps": 4}, {"betas": (0.5, 0.0), "eps": 1e-4}],
     "StableAdamW": [{}, {"weight_decay": 0.0, "eps": 1e-4}],
 }
-"""Options of each algorithm; the first go with every mode, each of the others with Kahan summation."""
+"""Options of each algorithm; the first go with every mode, each of the others with the default."""
 
 NEED_ALL_GRADIENTS = ("Prodigy",)
 """Algorithms that release no gradients."""
