@@ -33,8 +33,8 @@ including all compared classes of {types} of {all_types} model types. Search thi
 `model.config.model_type`. Models that are not listed, including your own, are cast by the same
 [rules](concepts/casting.md). If a layer fails, the error names the layer and the `keep_fp32=` that avoids it.
 
-Another {rest} classes could [not be compared](#not-compared): with a tiny config and a generated batch they do not
-train in FP32 either.
+Another {rest} classes could [not be compared](#not-compared): with a tiny config and a generated batch, they could not
+be trained in FP32 here either.
 
 ## What was tested
 

@@ -25,13 +25,13 @@ an experiment follows a question, `.venv/bin/python -m benchmarks.evidence NAME`
 
 {summary}
 
-**Primary claims.** We chose the three on long runs after we had seen their results, and the one on [a pretrained
-model](#a-pretrained-model) before. Each interval has a confidence of {CONFIDENCE:.2%}, so that all four hold together
-with 95% (Bonferroni):
+**Primary claims.** We chose the three claims about long runs after seeing their results, and the one about [a
+pretrained model](#a-pretrained-model) before. Each interval has a confidence of {CONFIDENCE:.2%}, so that all four
+hold together with 95% (Bonferroni):
 
 {primary}
 
-All other comparisons are exploratory: expect 1 in 20 of their intervals to miss the true value.
+All other comparisons are exploratory: expect about 1 in 20 of their intervals to miss the true value.
 
 **Published claims.** These measurements confirm {confirmed}, but not these:
 
@@ -39,7 +39,7 @@ All other comparisons are exploratory: expect 1 in 20 of their intervals to miss
 
 ## How to read it
 
-| | `optim=` | what it stores of a weight |
+| | `optim=` | what it stores for each weight |
 | --- | --- | --- |
 | split | `adamw_bf16_split` | 16 bits that the model computes with, and the other 16 bits of FP32 |
 | Kahan | `adamw_bf16_kahan` | a BF16 weight, and its rounding error in BF16 |
@@ -50,15 +50,16 @@ All other comparisons are exploratory: expect 1 in 20 of their intervals to miss
 
 **Differences.** Runs with the same seed start from the same FP32 weights and see the same data. A difference is the
 loss of a run minus that of FP32, on held-out text, as the mean over seeds with a 95% t interval. It says nothing about
-other data. Rounding modes round the first weights; split and Kahan keep the rounding errors.
+other data. The 16-bit modes round the initial weights; split and Kahan keep the rounding errors.
 
 **Verdicts.** Each comparison gets the first verdict that applies:
 
 | verdict | where the interval lies |
 | --- | --- |
-| equal; equal, above or below zero | within ±{LIMIT}, unless another limit is named; it contains or excludes zero |
-| worse, better | beyond the limit |
-| above, below | on one side of zero |
+| equal, above (below) zero | within ±{LIMIT}, unless another limit is named, and without zero |
+| equal | within the same limit |
+| worse, better | entirely beyond the limit |
+| above, below | entirely on one side of zero |
 | undecided | anywhere else |
 
 The limit was 0.01 with the first results, and was lowered to {LIMIT} when most results were known. In nats per byte,
@@ -205,18 +206,14 @@ def page() -> str:
             summary.append([question, each.answer, each.model])
     primary = [[row.claim, row.verdict, row.ours] for each in found for row in each.primary]
     published = [row for each in found for row in each.rows if row.source]
-    refuted = [
-        f"- {row.claim} ({row.source}): {row.verdict}, {row.ours}"
-        for row in published
-        if row.verdict not in ("yes", "holds")
-    ]
+    refuted = [row for row in published if row.verdict not in ("yes", "holds")]
     head = _HEAD.rstrip().format(
         LIMIT=LIMIT,
         CONFIDENCE=1 - (1 - CONFIDENCE) / PRIMARY,
         summary=markdown_table(("question", "answer", "largest model, parameters"), summary, numbers=False),
         primary=markdown_table(("claim", "verdict", "loss − FP32's"), primary, numbers=False),
         confirmed=f"{len(published) - len(refuted)} of {len(published)}",
-        refuted="\n".join(refuted),
+        refuted=_claims(refuted),
     )
     return "\n\n".join([head, *parts]) + "\n"
 

@@ -144,7 +144,7 @@ def section(record: dict[str, Any]) -> Section:
         ("stochastic without feedback: ends where FP32 does", "sr", "equal", zamirai),
         ("Kahan: ends where FP32 does", "kahan", "equal", zamirai),
         ("split: ends where FP32 does", "split", "equal"),
-        ("BF16 in forward and backward, updates in FP32: ends where FP32 does", "autocast", "equal", in_tables, kept),
+        ("FP32 weights, autocast: ends where FP32 does", "autocast", "equal", in_tables, kept),
         ("FP32, weights rounded to nearest after each step: worse than FP32", "rounded", "worse", zamirai),
     )
     rows = [row(*claim) for claim in claims if claim[1] in modes]
@@ -173,8 +173,9 @@ def section(record: dict[str, Any]) -> Section:
     accuracies = table("accuracy", points, "{:.2%}", classified)
     kinds = "; ".join(f"{name}: {TASKS[name].words}" for name in classified)
     words = (
-        f"{record['settings']['seeds']} seeds each. {LANGUAGE}: the model of the other parts, on bytes of code; "
-        f"{kinds}. AdamW, unless SGD is named, at rates that fall to zero. The paper's models are larger, and others."
+        f"{record['settings']['seeds']} seeds each. {LANGUAGE}: the model of the other sections, on bytes of code; "
+        f"{kinds}. AdamW, unless SGD is named, at rates that fall to zero. The models of "
+        "Zamirai et al. are larger, and different ones."
     )
     ends = {row.claim.partition(":")[0]: row for row in rows if "ends where" in row.claim}
     answer = "; ".join(f"{label} {row.ours}" for label, row in ends.items())

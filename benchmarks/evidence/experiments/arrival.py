@@ -1,4 +1,4 @@
-"""How long does a weight take to arrive, if updates are far below its spacing? The toys of Ozkara et al., §2.2.
+"""How many steps does a weight need to reach its target? The toys of Ozkara et al., §2.2.
 
 First, a weight is one spacing away: two updates of half a spacing take it there in FP32. Those that stochastic rounding
 lost are made up for with updates of ε spacings, so that P(T ≤ 2) = 3/4, P(T = n) = (1 − ε)^(n − 3) ε / 4 for n ≥ 3, and
@@ -194,8 +194,8 @@ def section(record: dict[str, Any]) -> Section:
         text,
         rows,
         [f"Mean steps by schedule:\n\n{markdown_table(heads, table)}"],
-        question="How long does a weight take to arrive, if updates are far below its spacing?",
-        answer=f"With a last rate of {min(PUBLISHED):g}, by schedule, steps: {answer}.",
+        question="How many steps does a weight need to reach its target, if updates are far below its spacing?",
+        answer=f"If the rate decays to {min(PUBLISHED):g}, depending on the schedule, in steps: {answer}.",
         model="1 weight",
     )
 

@@ -158,8 +158,8 @@ def section(record: dict[str, Any]) -> Section:
     words = (
         f"{describe(record['settings'])} {settings.steps:,} steps at each learning rate. Fine-tuning begins after "
         f"{settings.first_steps:,} steps of FP32. A mode stalls where it makes less than half of FP32's progress. At "
-        "the smallest learning rates, progress is so small that shares are uncertain by half and more. A seed diverges "
-        f"if its loss ends above {found[START]['entropy']:.3f}, the entropy of single bytes."
+        "the smallest learning rates, progress is so small that shares are uncertain by half or more. A seed counts as "
+        f"diverged if its loss ends above {found[START]['entropy']:.3f}, the entropy of single bytes."
     )
     apart = record["compared"].get("distance", {})
     labels = {f"tune {mode}": MODES[mode].label for mode in modes[1:]}

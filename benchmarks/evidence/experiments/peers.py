@@ -234,7 +234,7 @@ def section(record: dict[str, Any]) -> Section:
         counts[BY_CASE[case].name.startswith("hf_lowprec")][verdicts[case].partition(",")[0]] += 1
     answer = "; ".join(
         f"{whose}: {', '.join(f'{count} {word}' for word, count in counts[own].items())}"
-        for own, whose in ((True, "Variants of hf_lowprec"), (False, "of other packages"))
+        for own, whose in ((True, "Variants of hf_lowprec, compared with FP32"), (False, "of other packages"))
         if counts[own]
     )
     heads = ["", "loss − FP32's, nats/byte", *(head for head, _, _ in columns), "replicas stay identical"]
@@ -251,7 +251,7 @@ def section(record: dict[str, Any]) -> Section:
 
 
 def _name(case: str) -> str:
-    return BY_CASE[case].name + ", written again" * BY_CASE[case].copied
+    return BY_CASE[case].name + "; reimplemented" * BY_CASE[case].copied
 
 
 _NOTES = """\
@@ -263,7 +263,7 @@ how far two FP32 runs diverge.
 - **Bytes per parameter**: weights, gradients and states after the last step, counted on the tensors. Error feedback \
 is stored in the momentum, so it takes none.
 - **Step**: the optimizer's step alone on this CPU, the median of runs that take turns. –: not timed.
-- **Written again**: FlashOptim's package needs a GPU, as does Unsloth's `adamw_flash`, which is FlashOptim's with \
+- **Reimplemented**: FlashOptim's package needs a GPU, as does Unsloth's `adamw_flash`, which is FlashOptim's with \
 other options (as of Unsloth 2026.10.9). These rows are the published algorithm in torch operations.
 - **Replicas**: two with equal weights and gradients, and torch seeded by the rank. Packages that take random bits \
 from torch's generator keep replicas identical only if all ranks have the same seed and draw the same numbers."""

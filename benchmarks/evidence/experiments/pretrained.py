@@ -240,9 +240,9 @@ def section(record: dict[str, Any]) -> Section:
     words = (
         f"SmolLM2-135M-Instruct (134.5 million parameters, dequantized from 4 bits and rounded to BF16) learns from "
         f"Python's standard library with Trainer: {settings.steps} steps of {settings.batch} × {settings.length} "
-        f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 is without TF32. "
-        f"Losses are measured on {settings.validation} × {settings.length} held-out tokens, computed in FP32 with FP32 "
-        f'weights, with these rounded to nearest, and with those that `save_pretrained(…, dtype="bfloat16")` of this '
+        f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 does not use "
+        f"TF32. Losses on {settings.validation} × {settings.length} held-out tokens are computed in FP32, with three "
+        'sets of weights: FP32, FP32 rounded to nearest, and those that `save_pretrained(…, dtype="bfloat16")` of this '
         f'package writes. "Equal" is within ±{LIMIT} nats per token.'
     )
     primary, answer = list[Row](), "Not measured yet."

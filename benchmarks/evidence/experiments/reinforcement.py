@@ -262,10 +262,11 @@ def section(record: dict[str, Any]) -> Section:
 
     before = seen("fp32", small, at=0).mean()
     text = (
-        f"{results[START]['parameters']:,} parameters learn sums of two digits: in FP32 from labels of which half are "
+        f"{results[START]['parameters']:,} parameters learn sums of two digits: in FP32 on labels half of which are "
         f"random, then in {steps} steps of TRL's GRPOTrainer with {settings['completions']} completions each, at a "
-        f"constant rate. {settings['seeds']} seeds, from {FIRST_SEED} on. The reward is the probability of the right "
-        f"answer, on average over all 100 sums: {before:.3f} before GRPO; the limit is {LIMIT:.0%} of FP32's gain. "
+        f"constant rate. {settings['seeds']} seeds, starting at {FIRST_SEED}. The reward is the probability of the "
+        f"right answer, on average over all 100 sums: {before:.3f} before GRPO; the limit is {LIMIT:.0%} of FP32's "
+        "gain. "
         f"“{STALE}”: {settings['stale']} steps train on completions of the same policy, at a rate that is "
         "too large on purpose. "
         "Rewards fluctuate there and are averaged over the second half of the steps."

@@ -138,7 +138,8 @@ def section(record: dict[str, Any]) -> Section:
         rows,
         tables,
         question="Must replicas share their random bits?",
-        answer=f"Yes. With bits of their own, replicas drift {apart[OWN][:, -1].mean():.1%} apart and lose {cost}.",
+        answer=f"Yes. With bits of their own, replicas drift {apart[OWN][:, -1].mean():.1%} apart, and the loss "
+        f"changes by {cost}.",
         model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
     )
 

@@ -239,7 +239,7 @@ def section(record: dict[str, Any]) -> Section:
     ]
     by_step = markdown_table(["", *(f"{step:,}" for step in steps)], means)
     ends = {mode: difference(mode) for mode in ("split", "feedback", "sr", "nearest") if mode in modes}
-    answer = f"After {steps[first]:,} to {steps[-1]:,} steps, the difference from FP32's loss is, in nats/byte: "
+    answer = f"Averaged from step {steps[first]:,} to {steps[-1]:,}, the difference from FP32's loss is, in nats/byte: "
     answer += "; ".join(f"{modes[mode]} {found}" for mode, found in ends.items())
     return Section(
         "Steps",
