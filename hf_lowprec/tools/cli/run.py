@@ -73,7 +73,7 @@ def run(
 
 
 def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str | None:
-    """The command to use instead if `script` with `arguments` launches training processes; None if it does not.
+    """Return the command to use instead if `script` with `arguments` launches training processes; None if it does not.
 
     Args:
         script: a path, or the name of a program or module.
@@ -95,7 +95,7 @@ def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str
 
 
 def _with_us(arguments: Sequence[str], keeps_options: bool = True) -> str:
-    """The arguments of a launcher that starts `hf_lowprec run` with the script that `arguments` start.
+    """Return the arguments of a launcher that starts `hf_lowprec run` with the script that `arguments` start.
 
     Without knowing which of the launcher's options take a value, the script is the first word that ends in `.py` or
     follows `-m`.
