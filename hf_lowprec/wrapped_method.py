@@ -1,4 +1,4 @@
-"""Replaces a method of one instance or of a class, or a function of a module, by a wrapper around it."""
+"""Replaces a method of one instance or of a class, or a function of a module, with a wrapper around it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WRAPPERS = "_hf_lowprec_wrappers"
 
 
 def wrap_method(owner: object, name: str, wrapper: Callable, cls: type | None = None) -> None:
-    """Replace `owner.name` by `wrapper(original, *args, **kwargs)`; for a method, `args` begin with the instance.
+    """Replace `owner.name` with `wrapper(original, *args, **kwargs)`; for a method, `args` begin with the instance.
 
     An instance is still freed with its last reference, since its wrapped method does not refer to it. Copies of it have
     the wrapper too, and call it with themselves. It can be pickled if `wrapper` can. If `name` is a property, its

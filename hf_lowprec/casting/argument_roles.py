@@ -46,7 +46,7 @@ def role_of(name: str, dims: int) -> Role:
 
     - a *reference* has "label" or "target" in its name: a loss compares with it, so it must not be rounded;
     - a *number* has no dimensions or one, since activations have one for the batch and one for the features;
-    - a *mask* has "mask" in its name: it is added to scores or multiplied with activations, so it gets their dtype;
+    - a *mask* has "mask" in its name: it is added to scores or multiplied by activations, so it gets their dtype;
     - a *number* has a word in its name that says so (`NUMBERS`);
     - everything else is an *activation*.
 

@@ -1,7 +1,7 @@
 """Carries the low bits of weights (see `rounding/low_bits.py`) through `Accelerator.prepare`.
 
-FSDP2 replaces parameters by shards, and with `cpu_ram_efficient_loading` only rank 0 has weights before. DDP replaces
-the other ranks' weights by those of rank 0. So every rank gets rank 0's low bits.
+FSDP2 replaces parameters with shards, and with `cpu_ram_efficient_loading` only rank 0 has weights before. DDP replaces
+the other ranks' weights with rank 0's. So every rank gets rank 0's low bits.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def collect_after_reduction(collector: GradientCollector) -> None:
 
 
 def data_parallel_wrappers() -> list[Any]:
-    """Every model of the process that DDP or FSDP1 wraps. The search takes a tenth of a second."""
+    """Find every DDP and FSDP1 wrapper in the process. The search takes a tenth of a second."""
     kinds = DistributedDataParallel | FullyShardedDataParallel
     # Not isinstance, which is also true for a proxy of a module.
     found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]

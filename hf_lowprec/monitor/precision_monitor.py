@@ -116,7 +116,7 @@ class PrecisionMonitor:
         return self._last
 
     def findings(self) -> list[Finding]:
-        """Warnings from the last measurement and the run up to it; empty for a healthy run.
+        """Return warnings from the last measurement and the run up to it; empty for a healthy run.
 
         Raises:
             RuntimeError: steps were taken, and the monitor was never asked to measure any.

@@ -218,7 +218,7 @@ class WatchedParameters:
         return list(groups.values())
 
     def low_bits(self, row: int) -> Tensor | None:
-        """This rank's shard of the compensation or remainder that a parameter has now, if it has one."""
+        """Return this rank's shard of the compensation or remainder that a parameter has now, if any."""
         param = self.params[row]
         state = low_bits_state(self.optimizer.state.get(param, {}))
         return local_shard(state) if isinstance(state, Tensor) and state.shape == param.shape else None

@@ -174,7 +174,7 @@ def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order"
 def reshard_after_evaluation(model: nn.Module) -> None:
     """Let FSDP2 free all gathered parameters of `model` after each forward pass without gradients.
 
-    By itself, it leaves some gathered for a backward pass, in place of those that optimizers and checkpoints refer to.
+    By itself, it leaves some gathered for a backward pass, instead of those that optimizers and checkpoints refer to.
     """
 
     def reshard(model: nn.Module, *_: Any) -> None:

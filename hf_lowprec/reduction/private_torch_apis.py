@@ -152,7 +152,7 @@ def meshes_beside(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the parameters that it has sharded with `module`: one at most in torch 2.11 and before."""
+    """Return FSDP2's groups of the parameters that it has sharded with `module`: at most one before torch 2.12."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

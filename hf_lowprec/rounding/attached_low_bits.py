@@ -98,7 +98,7 @@ def low_bits_belong(param: Tensor) -> None:
 
 
 def note_loading(module: nn.Module, *_: Any) -> None:
-    """Pre-hook of `load_state_dict`: note which weights the low bits of the parameters of `module` belong to."""
+    """Note which weights the low bits of `module`'s parameters belong to. A pre-hook of `load_state_dict`."""
     for param in module.parameters(recurse=False):
         if vars(param).get(_BEFORE_LOADING, ()) is None and param.dtype in LOW_PRECISION_DTYPES:
             setattr(param, _BEFORE_LOADING, _checksum(param))

@@ -65,7 +65,7 @@ _NONNEGATIVE = _Window(24, 16)
 
 
 def block_max(value: Tensor) -> Tensor:
-    """Replace each integer by the largest one of its block of 32.
+    """Replace each integer with the largest one in its block of 32.
 
     Args:
         value: int32 tensor of whole blocks, none of its elements negative.

@@ -21,7 +21,7 @@ def sqrt_rn(value: Tensor) -> Tensor:
 
 
 def quiet_nan(value: Tensor) -> Tensor:
-    """Replace every NaN of `value` by the one whose payload is only the quiet bit.
+    """Replace every NaN of `value` with the one whose payload is only the quiet bit.
 
     Rounding adds to the bit pattern, and a NaN with a full payload would overflow into a number. A renderer may leave
     this out where no such NaN can occur.

@@ -80,7 +80,7 @@ class State:
         )
 
     def shape_for(self, shape: torch.Size) -> torch.Size:
-        """Its shape for a parameter, or for a part of one, of `shape`."""
+        """Return its shape for a parameter, or a part of one, of `shape`."""
         if self.scale_of is not None:
             return scale_shape(shape)
         if self.mean_over is None:

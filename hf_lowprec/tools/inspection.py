@@ -371,9 +371,7 @@ def _lost_by_magnitude(narrow: Mapping[str, TensorFacts], remedy: str) -> list[F
     first = int(sharp.nonzero()[-1]) + 2
     share = float(every[first:].sum() / every.sum())
     limit = 2.0 ** (first - 127)
-    shown = (
-        f"in {{names}}, nearly all small weights moved, but nearly none above {limit:.2g} ({share:.1%} of all) did"
-    )
+    shown = f"in {{names}}, nearly all small weights moved, but nearly none above {limit:.2g} ({share:.1%} of all) did"
     return report("updates_lost", names if share > _FEWEST_LOST else (), shown, remedy)
 
 

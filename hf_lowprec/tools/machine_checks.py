@@ -249,7 +249,7 @@ def _train() -> tuple[Trainer, dict[str, torch.Tensor]]:
 
 
 def _training_arguments(**options: object) -> TrainingArguments:
-    """`TrainingArguments` that write and print nothing, for the device that Trainer chooses."""
+    """Return `TrainingArguments` that write and print nothing, for the device that Trainer chooses."""
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "log_level": "error"}
     quiet |= {"ddp_find_unused_parameters": False}
     use_cpu = not torch.accelerator.is_available()  # otherwise accelerate starts no process group on a CPU

@@ -354,7 +354,7 @@ def test_a_model_that_is_wrapped_is_refused(process_group: None) -> None:
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
     for target in (wrapped, nn.Sequential(wrapped), sharded, nn.Sequential(sharded)):
-        with pytest.raises(ValueError, match="already wrapped or sharded .*; call cast_model before that"):
+        with pytest.raises(ValueError, match=r"already wrapped or sharded .*; call cast_model before that"):
             cast_model(target)
 
 

@@ -77,7 +77,7 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
         )
     if collector := collector_of(optimizer):
         raise ValueError(
-            f"{collector.argument} takes gradients before DeepSpeed averages them, after the backward pass; remove it"
+            f"{collector.argument} takes gradients during the backward pass, before DeepSpeed averages them; remove it"
         )
     if optimizer.state:
         raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 class _SharedGroup(UserDict):
     """DeepSpeed's view of a param group: the parameters of one dtype. It shares everything else with the group.
 
-    DeepSpeed replaces the parameters by its partitions. Learning rates may be set in the view or in the group.
+    DeepSpeed replaces the parameters with its partitions. Learning rates may be set in the view or in the group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, position: int, dtype: torch.dtype) -> None:

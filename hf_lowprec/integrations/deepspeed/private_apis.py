@@ -191,7 +191,7 @@ def _divisor(zero: Any, group: Any) -> int:
 
 
 def _average_bucket(zero: Any, bucket: list[Any], group: Any, mean_of: MeanOfSlices) -> None:
-    """Average a bucket, in place of `allreduce_and_scatter` of ZeRO 1 and 2.
+    """Average a bucket, instead of `allreduce_and_scatter` of ZeRO 1 and 2.
 
     Args:
         zero: the ZeRO optimizer.
@@ -216,7 +216,7 @@ def _average_bucket(zero: Any, bucket: list[Any], group: Any, mean_of: MeanOfSli
 
 
 def _average_for_stage_3(zero: Any, params: Sequence[Any], mean_of: MeanOfSlices) -> list[Tensor]:
-    """Return the means of this rank's padded partitions of gradients, in place of ZeRO 3's `__avg_scatter_grads`."""
+    """Return the means of this rank's padded partitions of gradients, instead of ZeRO 3's `__avg_scatter_grads`."""
     group = zero._get_param_partition_group(params[0])
     slices: list[list[Tensor]] = [[] for _ in range(group.size())]
     for param in params:

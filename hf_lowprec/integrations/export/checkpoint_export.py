@@ -278,7 +278,7 @@ def _in_layout_of(model: Any, weights: LazyTensors, tied: Mapping[str, list[str]
     def read(name: str) -> Tensor:
         if name in stored_names:
             return weights.read(stored_names[name])
-        # Save again, with the elements' positions in place of their values: the position found at each place of a part
+        # Save again, with the elements' positions instead of their values: the position found at each place of a part
         # says where the value at that place belongs.
         shape, dtype = infos[name]
         source, parts, result = converted[name], parts_of[converted[name]], torch.empty(shape.numel(), dtype=dtype)

@@ -163,7 +163,7 @@ def save_lazy_tensors(
     dtype: torch.dtype,
     max_shard_size: int | str,
 ) -> None:
-    """Call `model.save_pretrained`, which writes `tensors` in place of the model's own.
+    """Call `model.save_pretrained`, which writes `tensors` instead of the model's own.
 
     At any time, the tensors of one file are in memory, and those from which one of them is computed. The adapters of a
     model are small, so they are computed together.

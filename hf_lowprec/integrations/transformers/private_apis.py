@@ -125,7 +125,7 @@ def one_group_for_all_meshes() -> AbstractContextManager[None]:
 
 
 def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
-    """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` in place of the tensors of each file.
+    """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` instead of each file's tensors.
 
     It takes a full state dict and writes it file by file, so tensors can be computed when their file is written.
     """

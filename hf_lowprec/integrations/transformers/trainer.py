@@ -120,7 +120,7 @@ def create_accelerator(original: Callable, trainer: Trainer, *args: Any, **kwarg
 
 
 def norm_over_meshes(original: Callable, trainer: Trainer, model: nn.Module, max_norm: float) -> Any:
-    """Clip gradients on several device meshes, in place of Trainer's method: our optimizers clip inside their step."""
+    """Clip gradients on several device meshes, instead of Trainer's method: our optimizers clip inside their step."""
     if not isinstance(unwrap_optimizer(trainer.optimizer), LowPrecisionOptimizer):
         return original(trainer, model, max_norm)
     return trainer.accelerator.clip_grad_norm_(model.parameters(), max_norm)

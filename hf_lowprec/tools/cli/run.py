@@ -1,7 +1,7 @@
 """`hf-lowprec run SCRIPT ARGS…`: run an unmodified training script with our optimizer names registered.
 
 The names are registered in one process. A launcher starts training in new processes, so the launcher must start
-`hf_lowprec run`, not the other way round; `launcher_command` recognizes launchers and returns the command to use.
+`hf_lowprec run`, and not vice versa; `launcher_command` recognizes launchers and returns the command to use.
 """
 
 from __future__ import annotations

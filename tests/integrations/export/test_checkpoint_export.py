@@ -169,7 +169,7 @@ REFUSALS = [
         for change, said in (
             ({"architectures": ["MyModel"]}, "which transformers does not have; call hf_lowprec.save_pretrained"),
             ({"architectures": None}, "has no list of architectures"),
-            ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "model_type='mine' is not a model type of"),
+            ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "'mine' is not a model type of"),
             ({"quantization_config": {"quant_method": "gptq"}}, "are quantized (gptq)"),
         )
     ),

@@ -94,7 +94,7 @@ def _load_sharded_weights(model: nn.Module, checkpoint: Path) -> None:
 def load_in_place(model: nn.Module, keeping_low_bits: bool = False) -> Iterator[None]:
     """If parameters of `model` are replaced inside, copy the new values into the old ones, and put the old ones back.
 
-    PEFT's `load_adapter` replaces 16-bit adapters by new FP32 parameters. An optimizer that was built earlier would
+    PEFT's `load_adapter` replaces 16-bit adapters with new FP32 parameters. An optimizer that was built earlier would
     continue with the old ones, which no longer belong to the model. A new parameter of a different shape is kept.
 
     Args:

@@ -66,13 +66,13 @@ def train(original: Callable, trainer: Trainer, resume_from_checkpoint: Any = No
     except BaseException:
         try:
             callback_of(trainer).end_by_error(trainer.args, unwrap_optimizer(trainer.optimizer))
-        except Exception as error:  # for example, after an error on a device, where nothing works any more
+        except Exception as error:  # for example, after an error on a device, where nothing works any longer
             logger.info("hf_lowprec: the low bits of the weights could not be kept: %r", error)
         raise
 
 
 def run_epoch(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-    """Trainer's loop over an epoch: skip it if all steps are done.
+    """Run Trainer's loop over an epoch, but skip it if all steps are done.
 
     Trainer checks `max_steps` only after a step, so a run resumed from its final checkpoint would take one too many.
     """
