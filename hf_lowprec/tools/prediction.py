@@ -63,8 +63,8 @@ _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 PREDICTED_MODES = {"nearest": (1.0, False), "stochastic": (1.0, True), "split": (2.0**-16, False)}
 """The predicted modes: the spacing of what they store, relative to the weight's, and whether they are stochastic."""
 MUCH_NOISE = 10.0
-"""The noise above which a mode is not recommended. With noise up to 12 times as large as what updates move, fine-tuning
-makes 94% and more of FP32's progress; with 21 and 37 times, FP32 itself progresses too little to compare. With 4 times,
+"""The noise above which a mode is not recommended. With noise up to 12 times the movement by updates, fine-tuning makes
+94% and more of FP32's progress; with 21 and 37 times, FP32 itself progresses too little to compare. With 4 times,
 reinforcement learning earns as much as with FP32. All are without error feedback (`docs/performance/evidence.md`,
 learning rates and reinforcement learning)."""
 SOME_NOISE = 0.5

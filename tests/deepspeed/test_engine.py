@@ -175,7 +175,7 @@ def check_files(folder: str, stage: int) -> None:
     engine.save_checkpoint(str(checkpoint), client_state={"rng": np.random.get_state(), "sum": np.ones(2).sum()})
     engine.save_checkpoint(f"{folder}/evil")
     before, latest = contents(engine), checkpoint / "latest"
-    cases = [(latest, lambda path: path.write_text("../evil"), "'../evil', which is outside of")]
+    cases = [(latest, lambda path: path.write_text("../evil"), "'../evil', which is outside")]
     cases += [(latest, lambda path: path.write_text("nothing"), "/nothing' is not a checkpoint of DeepSpeed")]
     for file in [*checkpoint.rglob("*_states.pt")]:
         cases += [(file, lambda path: plant(path, marker), f"{file.name} cannot be read: it names io.open")]

@@ -189,7 +189,7 @@ def check_optimizer(accelerator: Any, collector: GradientCollector | None, grad_
 
 
 def describe_separate_processes(accelerator: Any) -> str:
-    """Return the message that `accelerator` trains with fewer processes than were started; empty if it does not."""
+    """Return a message if `accelerator` trains with fewer processes than were started or requested, or nothing."""
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started > accelerator.num_processes:
         return (
