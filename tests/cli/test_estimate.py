@@ -150,7 +150,9 @@ def test_what_cannot_be_estimated_is_said(tiny, tmp_path):
     assert "activations need both" in refused(tiny, "--batch-size", 2)
     assert "--gradient-checkpointing needs" in refused(tiny, "--gradient-checkpointing")
     config = BertConfig(num_hidden_layers=1)
-    assert "class BertOfTomorrow, which transformers does not have" in refused(write_config(tmp_path / "odd", config, "BertOfTomorrow"))
+    assert "class BertOfTomorrow, which transformers does not have" in refused(
+        write_config(tmp_path / "odd", config, "BertOfTomorrow")
+    )
 
 
 def test_the_best_setting_is_marked_and_printed(tiny):
