@@ -1,4 +1,4 @@
-"""Runs a function once a module has been imported, by whomever, so that this package need not import it itself."""
+"""Runs a function when a module is imported, by any code, so that this package need not import it itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 _actions: dict[str, Callable[[], None]] = {}
 _searched: set[str] = set()
-"""The modules that other finders are asked for: one of them may ask all finders, this one included."""
+"""The modules that other finders are being asked for: one of them may ask all finders, including this one."""
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
@@ -17,7 +17,7 @@ def when_imported(module: str, action: Callable[[], None]) -> None:
 
     Args:
         module: the full name of a module. It need not exist.
-        action: a function that may be called again. What it raises, the import raises.
+        action: a function that may be called again. The import raises what it raises.
     """
     if not any(finder is _Finder for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder)
@@ -31,7 +31,7 @@ class _Finder:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """As specified for finders by Python's import system."""
+        """Find a module, as Python's import system specifies."""
         if name not in _actions or name in _searched:
             return None
         _searched.add(name)
@@ -55,7 +55,7 @@ class _Loader:
         return getattr(self._loader, name)
 
     def exec_module(self, module: Any) -> None:
-        """As specified for loaders by Python's import system."""
+        """Run a module, as Python's import system specifies."""
         module.__spec__.loader = module.__loader__ = self._loader  # what others find in the module
         self._loader.exec_module(module)
         self._action()

@@ -13,7 +13,7 @@ COMMAND_LINE = ("typer", "rich", "packaging", "safetensors")
 
 
 def outdated(library: str) -> str | None:
-    """The needed and the installed version, as text; None if `library` is new enough, missing or not in `OLDEST`."""
+    """Return the needed and the installed version; None if `library` is new enough, missing or not in `OLDEST`."""
     try:
         version = metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -23,7 +23,7 @@ def outdated(library: str) -> str | None:
 
 
 def install_command(library: str) -> str:
-    """The command that installs `library` in a supported version, with those that are needed wherever it is."""
+    """Return the command that installs a supported version of `library` and the libraries needed with it."""
     together = next((each for each in (OLDEST, COMMAND_LINE) if library in each), (library,))
     return " ".join(["pip install", *(f"'{name}>={OLDEST[name]}'" if name in OLDEST else name for name in together)])
 

@@ -10,7 +10,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few names, those of several layers as one (`layers.0-3.mlp.weight`), and how many more there are."""
+    """Return the first few names, with several layers in one (`layers.0-3.mlp.weight`), and how many more there are."""
     layers: dict[str, list[int]] = {}
     for name in names:
         found = _LAYER.search(name)
@@ -23,18 +23,18 @@ def listed(names: Iterable[str]) -> str:
 
 
 def name_pattern(name: str) -> str:
-    """The name of a tensor with a star for the number of its layer, so that tensors of other layers share it."""
+    """Return a tensor's name with a star for the number of its layer: one pattern for all layers."""
     return _LAYER.sub("*", name, count=1)
 
 
 def layer_number(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1 outside of layers."""
+    """Return the number of the layer that a tensor belongs to; -1 outside of layers."""
     found = _LAYER.search(name)
     return int(found[0]) if found else -1
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Numbers as ranges: "0-2,5"."""
+    """Format numbers as ranges: "0-2,5"."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Replaces a method of one instance or of a class, or a function of a module, by a wrapper around it."""
+"""Replaces a method of one instance or of a class, or a function of a module, with a wrapper around it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ _WRAPPERS = "_hf_lowprec_wrappers"
 
 
 def wrap_method(owner: object, name: str, wrapper: Callable, cls: type | None = None) -> None:
-    """Replace `owner.name` by `wrapper(original, *args, **kwargs)`; for a method, `args` begin with the instance.
+    """Replace `owner.name` with `wrapper(original, *args, **kwargs)`; for a method, `args` begin with the instance.
 
     An instance is still freed with its last reference, since its wrapped method does not refer to it. Copies of it have
-    the wrapper too, and call it with themselves. It can be pickled if `wrapper` can. In place of a method, it may have
-    a property, whose getter is wrapped. With `cls`, a base class of the instance's own, its method of that class is
-    wrapped, which overrides reach by `super()`.
+    the wrapper too, and call it with themselves. It can be pickled if `wrapper` can. If `name` is a property, its
+    getter is wrapped. `cls` names a base class whose method is wrapped, which overrides reach through `super()`.
     """
     if not isinstance(owner, type | ModuleType):
         _wrap_method_of_instance(owner, name, wrapper, cls)
@@ -36,10 +35,10 @@ def wrap_method(owner: object, name: str, wrapper: Callable, cls: type | None = 
 
 
 def wrap_once(instance: object, name: str, wrapper: Callable) -> bool:
-    """`wrap_method`, unless it was called with these arguments for an instance, or for what it is a copy of.
+    """Call `wrap_method`, unless it was called with these arguments for the instance or for the one it is a copy of.
 
     Returns:
-        Whether it was not.
+        Whether the wrapper is new.
     """
     is_new = _key(instance, name, wrapper) is None
     if is_new:
@@ -81,16 +80,16 @@ def temporarily_wrapped(owner: object, name: str, wrapper: Callable) -> Iterator
 
 
 def _key(instance: object, name: str, wrapper: Callable) -> tuple[type, str] | None:
-    """The key under which the `_Wrappers` of an instance have a wrapper of this method; None if they do not."""
+    """Return the key under which the `_Wrappers` of an instance have a wrapper of this method; None if they do not."""
     wrappers: _Wrappers = vars(instance).get(_WRAPPERS, _Wrappers())
     return next((key for key, found in wrappers.items() if key[1] == name and wrapper in found), None)
 
 
 class _CallingWrappers(functools.partial):
-    """The `__wrapped__` of a method of a class that calls the wrappers of its instance: calls them as well.
+    """The `__wrapped__` of a class's method that calls the wrappers of its instance. It calls them as well.
 
-    torch.fx and `inspect` follow it to the method as it was. Accelerate looks for the method that it has put autocast
-    around, bound to the instance, and makes what it finds the `forward`: that is this, not the method without wrappers.
+    torch.fx and `inspect` follow it to the original method. Accelerate looks for the bound method that it has wrapped
+    in autocast, and makes what it finds the `forward`: this object, not the method without wrappers.
     """
 
     __wrapped__: Callable
@@ -141,7 +140,7 @@ def _call_attribute(attribute: Callable, original: Callable, instance: object, *
 
 
 def _original(method: Any) -> Any:
-    """The method that one calling wrappers stands for; else `method` itself."""
+    """Return the method that `method` calls the wrappers of, or `method` itself if it calls none."""
     calling = method if isinstance(method, _CallingWrappers) else getattr(method, "__wrapped__", None)
     return calling.__wrapped__ if isinstance(calling, _CallingWrappers) else method
 

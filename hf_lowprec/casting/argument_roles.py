@@ -42,11 +42,11 @@ Role = Literal["activation", "mask", "number", "reference"]
 
 @torch.compiler.assume_constant_result
 def role_of(name: str, dims: int) -> Role:
-    """Classify a floating argument of `forward`. The first of these that holds:
+    """Classify a floating argument of `forward` by the first rule that applies:
 
     - a *reference* has "label" or "target" in its name: a loss compares with it, so it must not be rounded;
     - a *number* has no dimensions or one, since activations have one for the batch and one for the features;
-    - a *mask* has "mask" in its name: it is added to scores or multiplied with activations, so it gets their dtype;
+    - a *mask* has "mask" in its name: it is added to scores or multiplied by activations, so it gets their dtype;
     - a *number* has a word in its name that says so (`NUMBERS`);
     - everything else is an *activation*.
 
@@ -71,7 +71,7 @@ def _role_by_name(name: str) -> Role:
 
 
 def names_numbers(name: str) -> bool:
-    """Return whether a buffer holds numbers, by its name: it has a word of `NUMBERS`, or a word for frequencies."""
+    """Return whether a buffer holds numbers: its name has a word of `NUMBERS`, or a word for frequencies."""
     words = words_of(name)
     return _names_numbers(words) or not {"freq", "freqs", "frequency", "frequencies"}.isdisjoint(words)
 
@@ -80,7 +80,7 @@ def names_numbers(name: str) -> bool:
 def is_time(name: str) -> bool:
     """Return whether an argument holds timesteps, by its name's last word: `timesteps` and `t`, but not `time_ids`.
 
-    Or a guidance scale, which diffusion models embed as they embed timesteps.
+    Guidance scales count as well, because diffusion models embed them like timesteps.
     """
     return _is_time(name)
 
@@ -101,7 +101,7 @@ def _names_numbers(words: list[str]) -> bool:
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a name in their order, split at underscores, dots, digits and capitals, in lower case.
+    """Split a name into lower-case words at underscores, dots, digits and capitals.
 
     T5 is a text encoder, not a time.
     """

@@ -77,8 +77,8 @@ def cast_model(
       torch's loss functions while the `forward` of your own model runs, or that of a module that names one of them.
       This takes about a microsecond per torch call, and does not reach into activation checkpoints.
 
-    What `forward` writes into an argument that a hook converts, or into a list or dict with such entries, reaches the
-    caller's own when the call ends. It does not in code that torch has compiled; nor do writes into tensors in
+    If `forward` writes into an argument that a hook converts, or into a list or dict with such entries, the caller's
+    object is updated when the call ends, except in code that torch has compiled and, for tensors, in
     `torch.inference_mode()`.
 
     Hooks run only when a module itself is called, not one of its other methods. If a module multiplies FP32 numbers by
@@ -121,12 +121,11 @@ def cast_like_trained(
     """Cast a model that is evaluated alongside the trained one, such as a reference, a teacher or a judge.
 
     Without a cast, it would compute in the dtype in which it was loaded, and a reference that is a copy of the trained
-    model would give different log-probabilities. Tensors are restored that loading has rounded but the trained model
-    has in full precision.
+    model would give different log-probabilities.
 
-    TRL loads a reference in the trained model's dtype, so norms, which are FP32 in the trained model, arrive in 16 bits
-    in the reference. A tensor of `model` that the cast has upcast takes the value of the tensor with the same name in
-    `trained` if the two differ only by rounding.
+    TRL loads a reference in the trained model's dtype, which rounds the reference's norms to 16 bits; in the trained
+    model, they are FP32. So a tensor of `model` that the cast has upcast takes the value of the tensor with the same
+    name in `trained` if the two differ only by rounding.
 
     Args:
         model: the model to cast, not sharded yet.
@@ -227,12 +226,12 @@ def _restore_table(module: nn.Module, attribute: str, table: Tensor) -> Literal[
     """Recompute a table if all of its values fit 16 bits and the config gives the values they were rounded from.
 
     Args:
-        module: owns the table; made again from `module.config`, as transformers makes it.
+        module: the module that owns the table; transformers' code recomputes it from `module.config`.
         attribute: the table's name in `module`.
         table: the buffer, in FP32 already; changed in place.
 
     Returns:
-        "lost" if the table looks rounded and the config gives others.
+        "lost" if the table looks rounded and the config gives other values.
     """
     if table.is_meta:
         return "not rounded"
@@ -249,11 +248,11 @@ def _restore_table(module: nn.Module, attribute: str, table: Tensor) -> Literal[
 
 
 def _table_from_config(module: nn.Module, attribute: str) -> Tensor | None:
-    """The buffer in a second module of that class, made from the same config."""
+    """Build a second module of that class from the same config, and return its buffer."""
     try:
         with torch.device("cpu"):
             second: Any = type(module)(module.config)  # type: ignore[arg-type]
-    except Exception:  # the constructor may be anyone's
+    except Exception:  # the constructor may be user code
         return None
     table = second._buffers.get(attribute)
     return table.float() if isinstance(table, Tensor) else None
@@ -277,7 +276,7 @@ def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _convert_dtensor(tensor: Tensor, dtype: torch.dtype) -> None:
-    """`convert_in_place` for a DTensor, whose description of itself an assignment to `.data` would leave as it is."""
+    """Do what `convert_in_place` does for a DTensor: assigning to `.data` would leave its description unchanged."""
     if tensor.dtype == dtype:
         return
     converted = tensor.detach().to(dtype)

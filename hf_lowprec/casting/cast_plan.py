@@ -55,7 +55,7 @@ class TensorPlan:
     """The plan for one tensor."""
 
     name: str
-    dtype: torch.dtype  # the dtype it is to have
+    dtype: torch.dtype  # the dtype to give it
     action: Literal["cast", "keep", "leave"]  # cast to 16 bits, keep in FP32 (or upcast), leave as it is
     reason: str
     target: ModelTensor = field(repr=False, compare=False)
@@ -63,11 +63,11 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class HookPlan:
-    """A hook that is to be installed."""
+    """A hook to install."""
 
     module: str  # its qualified name
     kind: HookKind
-    reason: str  # for people
+    reason: str  # a text for users
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CastPlan:
     losses: tuple[str, ...]  # loss modules, and models that compute a loss in FP32
 
     def hooks_of(self, kind: HookKind) -> dict[str, str]:
-        """The modules that get a kind of hook, and why."""
+        """Return the modules that get a kind of hook, and why."""
         return {hook.module: hook.reason for hook in self.hooks if hook.kind == kind}
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     """Decide what `cast_model` with these arguments does. The model is not changed.
 
     Args:
-        model: may have been cast before, in whole or in part: entries of `keep_fp32` from then hold on.
+        model: may have been cast before, in whole or in part; earlier entries of `keep_fp32` stay in effect.
         dtype: BF16 or FP16.
         keep_fp32: one new entry or several.
 
@@ -142,7 +142,7 @@ def _plan_tensors(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> Ite
 
 
 def _kept_in_fp32(tree: ModuleTree, parts: Fp32Parts, tensors: Iterable[TensorPlan]) -> dict[str, str]:
-    """The outermost modules and the single tensors that stay in FP32, and why.
+    """Return the outermost modules and the single tensors that stay in FP32, and why.
 
     A kept module without FP32 tensors is listed only if its code computes in FP32.
     """
@@ -165,8 +165,8 @@ def _output_heads(tree: ModuleTree, parts: Fp32Parts) -> tuple[set[str], list[st
 
     A kept module is a head if it is or contains what `get_output_embeddings()` of the model, or of a model inside,
     returns; or if `keep_fp32` keeps it and it is the last of the model's children that hold floating tensors, or the
-    last child of that, and so on down. The last child written is the last one called by convention only: the modules
-    written before it downcast their inputs, so that a model which calls them later does not fail.
+    last child of that one, and so on. The last child is called last by convention only, so the modules before it
+    downcast their inputs: a model that calls them later does not fail.
 
     Returns:
         The heads, and the modules written before the last one.
@@ -190,7 +190,7 @@ def _output_heads(tree: ModuleTree, parts: Fp32Parts) -> tuple[set[str], list[st
 def _hooks_around_fp32(
     tree: ModuleTree, parts: Fp32Parts, kept: Mapping[str, str], heads: set[str], dtype: torch.dtype
 ) -> Iterator[HookPlan]:
-    """Hooks of what is kept in FP32, and of losses, in the order in which they are to be installed.
+    """Yield the hooks of what is kept in FP32, and of losses, in the order of their installation.
 
     Kept modules get their inputs in FP32 and return 16 bits to the next module, except for heads and losses. Rotary
     embeddings convert their own outputs, except for the listed classes.
@@ -224,13 +224,13 @@ def _hooks_around_fp32(
 
 
 def _hooks_of_models(tree: ModuleTree, before_head: Iterable[str], dtype: torch.dtype) -> Iterator[HookPlan]:
-    """The model, the models inside it and modules that are given FP32 round the activations among their inputs.
+    """Yield the hooks that round inputs: activations of the model, of models inside, and of modules that get FP32.
 
-    The model also warns of a 16-bit loss.
+    The model also warns about a 16-bit loss.
     """
     reasons = {name: _reason_for_fp32_inputs(tree, name) for name in tree.modules}
     for name, module in tree.modules.items():
-        # A norm's dtype, if that has the first parameter: `x.to(next(self.blocks.parameters()).dtype)`.
+        # The first parameter may be a norm's: `x.to(next(self.blocks.parameters()).dtype)`.
         if {"parameters", "dtype"} <= names_in_forward(module) and not is_code_of_transformers(module):
             for part in tree.called_children(name):
                 reasons[part] = reasons[part] or "called with the dtype of some parameter"
@@ -244,7 +244,7 @@ def _hooks_of_models(tree: ModuleTree, before_head: Iterable[str], dtype: torch.
 
 
 def _reason_for_fp32_inputs(tree: ModuleTree, name: str) -> str:
-    """The reason why a module may be called with FP32; empty if it is not."""
+    """Return the reason why a module may be called with FP32; empty if it is not."""
     module = tree.modules[name]
     if module is tree.root:
         return "the model, called with the data"

@@ -23,7 +23,7 @@ class DtypeTotal(NamedTuple):
 
 
 def dtype_totals(tensors: Iterable[ModelTensor]) -> dict[torch.dtype, DtypeTotal]:
-    """The elements and bytes of a model's tensors, by dtype."""
+    """Return the elements and bytes of a model's tensors, by dtype."""
     totals: dict[torch.dtype, DtypeTotal] = {}
     for target in tensors:
         tensor, count = target.tensor, shape_of(target.tensor).numel()

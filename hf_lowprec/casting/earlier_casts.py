@@ -1,4 +1,4 @@
-"""Find earlier casts of a model by the mark that they leave on every module, and preparations that came too early."""
+"""Find earlier casts of a model by the mark that they leave on every module, and models prepared before their cast."""
 
 import weakref
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from hf_lowprec.rounding.attached_low_bits import note_loading
 _ATTRIBUTE = "_low_precision_cast"
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _BEFORE_AUTOCAST = "_original_forward"
-"""The attribute with a model's own `forward`, once an accelerator has replaced it by one that runs under autocast."""
+"""The attribute with a model's own `forward` after an accelerator has replaced it by one that runs under autocast."""
 PREPARED_UNCAST: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models that were prepared for training (by an Accelerator) before they were cast. The layers above add them."""
 
@@ -29,7 +29,7 @@ class CastMark:
 
 
 def marks_in(model: nn.Module) -> list[CastMark]:
-    """The marks in a model; empty if neither it nor a part of it was cast."""
+    """Return the marks in a model; empty if neither it nor a part of it was cast."""
     return [mark for module in model.modules() if (mark := vars(module).get(_ATTRIBUTE)) is not None]
 
 
@@ -39,12 +39,12 @@ def was_cast(module: nn.Module) -> bool:
 
 
 def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """The dtypes to which `cast_model` has cast the model or parts of it; empty if it was not cast."""
+    """Return the dtypes to which `cast_model` has cast the model or parts of it; empty if it was not cast."""
     return {mark.dtype for mark in marks_in(model)}
 
 
 def earlier_entries(model: nn.Module) -> tuple[Entry, ...]:
-    """The `keep_fp32` entries of earlier casts of the model and of its parts, which stay in effect."""
+    """Return the `keep_fp32` entries of earlier casts of the model and of its parts, which stay in effect."""
     return tuple(dict.fromkeys(entry for mark in marks_in(model) for entry in mark.keep_fp32))
 
 
@@ -72,8 +72,10 @@ def runs_under_autocast(model: nn.Module) -> bool:
 
 
 def check_model_and_dtype(model: nn.Module, named: torch.dtype | str) -> torch.dtype:
-    """The dtype, which may be given by name. Raises ValueError if it is invalid, differs from an earlier cast's, or the
-    model is wrapped or prepared.
+    """Return the dtype, which may be given by name.
+
+    Raises:
+        ValueError: it is invalid or differs from an earlier cast's, or the model is wrapped or prepared.
     """
     dtype = {dtype_name(known): known for known in LOW_PRECISION_DTYPES}.get(str(named).removeprefix("torch."))
     if dtype is None:
@@ -88,11 +90,11 @@ def check_model_and_dtype(model: nn.Module, named: torch.dtype | str) -> torch.d
     wrappers = _WRAPPERS - {"FSDPModule"} if sharded_at_load else _WRAPPERS
     for module in model.modules():
         if found := wrappers.intersection(cls.__name__ for cls in type(module).__mro__):
-            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(found)})")
+            raise ValueError(f"the model is already wrapped or sharded ({min(found)}); call cast_model before that")
         if has_run_under_fsdp2(module) and not was_cast(module):
             raise ValueError(
-                f"cast before the first forward pass: FSDP2 has gathered the parameters of {type(module).__name__} in "
-                "their present dtype"
+                f"FSDP2 has already gathered the parameters of {type(module).__name__} in their present dtype; call "
+                "cast_model before the first forward pass"
             )
         if runs_under_autocast(module):
             raise ValueError(
@@ -101,9 +103,9 @@ def check_model_and_dtype(model: nn.Module, named: torch.dtype | str) -> torch.d
             )
         if module in PREPARED_UNCAST:
             raise ValueError(
-                f"cast before prepare: {type(module).__name__} was already prepared for training; call "
-                "cast_model(model) before accelerator.prepare"
+                f"{type(module).__name__} was already prepared for training; call cast_model(model) before "
+                "accelerator.prepare"
             )
     if earlier_dtypes := {str(earlier) for earlier in cast_dtypes(model) if earlier != dtype}:
-        raise ValueError(f"the model was already cast to {min(earlier_dtypes)}, so it cannot be cast to {dtype}")
+        raise ValueError(f"the model was already cast to {min(earlier_dtypes)}; load it again to cast it to {dtype}")
     return dtype

@@ -2,7 +2,7 @@
 
 A rule yields the names of modules and tensors of a `ModuleTree`, each with the reason. A module is kept with everything
 below it, and gets hooks that convert its inputs and outputs. A tensor that is kept alone gets none: the code around it
-has to convert.
+has to convert its values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 Entry = str | type[nn.Module]
 KeepFp32 = Entry | Iterable[Entry]
 Kept = Iterator[tuple[str, str]]
-"""Names of modules and tensors, and why they stay in FP32: a text for people."""
+"""Names of modules and tensors, and why they stay in FP32: a text for users."""
 
 _BY_CALLER = "keep_fp32 "  # begins the reason for what a caller names
 _FOURIER = re.compile(r"Fourier(Projection|Embedding|Features)$")
@@ -48,20 +48,20 @@ class Fp32Parts:
     tensors: dict[str, str] = field(default_factory=dict)  # by `ModelTensor.name`; those of kept modules included
 
     def outermost(self, name: str) -> str | None:
-        """The outermost kept module that a module lies in, itself included; None if it is not kept."""
+        """Return the outermost kept module that a module lies in, itself included; None if it is not kept."""
         return outermost(name, self.modules)
 
     def reason(self, target: ModelTensor) -> str | None:
-        """Why a tensor stays in FP32, alone or with its module; None if it does not."""
+        """Return why a tensor stays in FP32, alone or with its module; None if it does not."""
         module = self.outermost(target.owners[0])
         return self.tensors.get(target.name) if module is None else self.modules[module]
 
 
 def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry]) -> Fp32Parts:
-    """Apply every rule, then the entries of `keep_fp32`, and ties: what stays in FP32.
+    """Decide what stays in FP32: apply every rule, then the entries of `keep_fp32`, then ties.
 
-    If several keep a module, the first one gives the reason. If several keep a single tensor, the last one does: it
-    names the tensor most specifically (the innermost model's class, or the caller).
+    If several rules keep a module, the first one gives the reason. If several keep a single tensor, the last one does,
+    which is the most specific (the innermost model's class, or the caller).
     """
     kept = [row for rule in FP32_RULES for row in rule(tree)]
     kept += [row for entry in keep_fp32 for row in named_by_caller(tree, entry)]
@@ -100,7 +100,7 @@ def _reason_by_kind(module: nn.Module) -> str:
 
 
 def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
-    """The modules outside of transformers whose `forward` names one of torch's losses, except for losses themselves."""
+    """Return the modules outside transformers, other than losses, whose `forward` names one of torch's losses."""
     return [
         name
         for name, module in tree.modules.items()
@@ -111,7 +111,7 @@ def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
 def loss_weights(tree: ModuleTree) -> Kept:
     """Keep class weights: frozen vectors with "weight" in their name that a `forward` with torch's losses uses.
 
-    These losses compute in FP32, so weights in 16 bits would be rounded for nothing.
+    These losses compute in FP32, so rounding the weights to 16 bits would gain nothing.
     """
     modules = set(modules_with_torch_losses(tree))
     for name, tensor in tree.named_tensors():
@@ -127,7 +127,7 @@ def loss_weights(tree: ModuleTree) -> Kept:
 def biases_that_choose_experts(tree: ModuleTree) -> Kept:
     """Keep biases of routers by their names, and each buffer named bias of a module whose `forward` uses `topk`.
 
-    A router adds such a bias to its scores only to find the highest, so a rounded one would send tokens to other
+    A router adds this bias to its scores only to find the highest, so a rounded bias would send tokens to other
     experts. Not every model's class names it.
     """
     for name, tensor in tree.named_tensors():
@@ -140,7 +140,7 @@ def biases_that_choose_experts(tree: ModuleTree) -> Kept:
 
 
 def matrix_functions(tree: ModuleTree) -> Kept:
-    """Keep modules without children whose `forward` names a function of matrices, and those whose weight is one.
+    """Keep modules without children whose `forward` names a function of matrices, or whose weight is computed by one.
 
     torch has none of these functions in 16 bits. Most raise an error. The matrix exponential, by which torch's
     `orthogonal` parametrization computes weights, gives NaN.
@@ -150,13 +150,13 @@ def matrix_functions(tree: ModuleTree) -> Kept:
         if functions and not module._modules:
             owner = re.sub(r"\.?\bparametrizations\.\w+\.\d+$", "", name)
             kept = name if tree.modules[owner]._modules.keys() - {"parametrizations"} else owner
-            yield kept, f"computes {min(functions)}, which torch does not in 16 bits"
+            yield kept, f"computes {min(functions)}, which torch lacks in 16 bits"
 
 
 def named_by_model_class(tree: ModuleTree) -> Kept:
-    """Keep what the model's class, or the class of a model inside, names: transformers does when it loads the model.
+    """Keep what the class of the model, or of a model inside, names, as transformers does when it loads the model.
 
-    A tensor is kept alone: around one that is named (routers, sinks) the model's own code converts.
+    A named tensor (routers, sinks) is kept alone: the model's own code converts around it.
     """
     names = [*tree.modules, *(name for name, _ in tree.named_tensors())]
     for prefix, module in tree.modules.items():
@@ -177,20 +177,20 @@ FP32_RULES: tuple[Callable[[ModuleTree], Kept], ...] = (
     matrix_functions,
     named_by_model_class,
 )
-"""The rules that need the model alone."""
+"""The rules that need only the model."""
 
 
 def named_by_caller(tree: ModuleTree, entry: Entry) -> Kept:
     """Keep what one entry of `keep_fp32` names: a class, or a glob for the end of a qualified name.
 
-    A tensor is kept with the module that owns it if that has no children, else alone.
+    A tensor is kept with the module that owns it if the module has no children, else alone.
     """
     if isinstance(entry, type):
         reason = f"{_BY_CALLER}{entry.__name__!r}"
         yield from ((name, reason) for name, module in tree.modules.items() if isinstance(module, entry))
         return
     reason = f"{_BY_CALLER}{entry!r}"
-    match = re.compile(fnmatch.translate(f"*.{entry}")).match  # of a name with a dot before it
+    match = re.compile(fnmatch.translate(f"*.{entry}")).match  # for names with a leading dot
     yield from ((name, reason) for name in tree.modules if name and match(f".{name}"))
     for name, _ in tree.named_tensors():
         if match(f".{name}"):
@@ -204,9 +204,9 @@ def is_by_caller(reason: str) -> bool:
 
 
 def keep_tied_weights(tree: ModuleTree, parts: Fp32Parts) -> None:
-    """Add to `parts` every tensor of a kept module, and every other leaf module that owns such a tensor: tied weights.
+    """Add to `parts` every tensor of a kept module, and every other leaf module that owns one of them (tied weights).
 
-    A module computes in one dtype, so such an owner is kept as a whole, with its other tensors. Those may be tied in
+    A module computes in one dtype, so the other owner is kept as a whole, with all its tensors. These may be tied in
     turn, so this is repeated until nothing is added.
     """
     kept_before = -1
@@ -235,12 +235,12 @@ def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
 
 
 def matching_entries(tree: ModuleTree, entries: Iterable[Entry]) -> list[Entry]:
-    """The entries that name something in the model."""
+    """Return the entries that name something in the model."""
     return [entry for entry in entries if any(named_by_caller(tree, entry))]
 
 
 def entries_within(tree: ModuleTree, name: str, entries: Iterable[Entry]) -> list[Entry]:
-    """The entries for a cast of one module alone: those that match there, and what the others name there."""
+    """Return entries for a cast of one module alone: those that match there, and names of what the others match."""
     found = matching_entries(ModuleTree.of(tree.modules[name]), entries)
     others = [kept for entry in entries if entry not in found for kept, _ in named_by_caller(tree, entry)]
     return [*found, *(kept.removeprefix(f"{name}.") for kept in others if kept.startswith(f"{name}."))]
@@ -274,9 +274,11 @@ def check_not_rounded(tree: ModuleTree, parts: Fp32Parts, parts_before: Fp32Part
 
     Args:
         tree: the model.
-        parts: what is to stay in FP32.
+        parts: what should stay in FP32.
         parts_before: what would stay in FP32 without the new entries of this call.
     """
     late = [t for t in tree.tensors if t.name in parts.tensors and t.name not in parts_before.tensors]
     if rounded := [target.name for target in late if target.tensor.dtype in LOW_PRECISION_DTYPES]:
-        raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")
+        raise ValueError(
+            f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it; load the model again"
+        )

@@ -37,7 +37,7 @@ def losses_mix_dtypes() -> bool:
 
 
 class ExactTimes(Tensor):
-    """Timesteps of which a conversion to 16 bits makes FP32.
+    """Timesteps that become FP32 when they are converted to 16 bits.
 
     Diffusion models write `timestep.to(hidden_states.dtype) * 1000` and compute sines of that, in FP32.
     """
@@ -58,12 +58,12 @@ _KEEP_TIMES = _CONVERSIONS | {Tensor.expand, Tensor.repeat, Tensor.view, Tensor.
 
 @dataclass(frozen=True)
 class DowncastInputs:
-    """Forward pre-hook: floating activations wider than `dtype` go to `dtype`.
+    """Forward pre-hook that converts floating activations wider than `dtype` to `dtype`.
 
-    Labels do too if `keeps_labels` is false. Nothing else changes: an argument without activations stays the same
-    object. If FP32 numbers remain, `follow_numbers` prepares the module for what it computes from them. The same holds
-    for integer timesteps outside transformers, because diffusion models compute FP32 sines from them. There, timesteps
-    are `ExactTimes`.
+    Labels are converted too if `keeps_labels` is false. Nothing else changes: an argument without activations stays the
+    same object. If FP32 numbers remain, `follow_numbers` prepares the module for what it computes from them. The same
+    holds for integer timesteps outside transformers, because diffusion models compute FP32 sines from them. There,
+    timesteps are `ExactTimes`.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class DowncastInputs:
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype) -> "DowncastInputs":
-        """The hook for a module, with the names of its arguments."""
+        """Return the hook for a module, with the names of its arguments."""
         try:
             parameters = inspect.signature(module.forward).parameters.values()
         except (TypeError, ValueError):
@@ -106,10 +106,10 @@ class DowncastInputs:
 
         Args:
             is_layer: the module multiplies all of its inputs with its weights, so each is an activation.
-            numbers: gets the name appended if the tensor stays in FP32 and what is computed with it is FP32 too. That
-                of a tensor without dimensions is not, nor of indices, nor of labels that are not weights.
+            numbers: gets the name appended if the tensor stays in FP32 and makes results FP32. Tensors without
+                dimensions, indices, and labels that are not weights do not.
             tensor: a floating tensor among the arguments.
-            name: the name it came under.
+            name: its name.
         """
         if isinstance(tensor, ExactTimes):  # another argument here, perhaps an activation
             tensor = tensor.as_subclass(Tensor)
@@ -122,7 +122,7 @@ class DowncastInputs:
             if tensor.dim() and ("weight" in name.lower() or (role == "number" and not name.endswith("_ids"))):
                 numbers.append(name)
             return tensor
-        # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
+        # FP32's lowest number, as in an additive mask, would round to -inf, and a row of -inf has no softmax.
         lowest = torch.finfo(self.dtype).min
         return (tensor.clamp(min=lowest) if role == "mask" else tensor).to(self.dtype)
 
@@ -141,11 +141,11 @@ def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> N
 
     Values computed from them are FP32, so the module's children downcast their inputs. A child that receives the
     numbers keeps them in FP32 and prepares its own children, so that only modules on their path get a hook. torch does
-    not accept FP32 class weights with 16-bit predictions, so a model of transformers that computes a loss and is given
-    weights gets FP32 copies of its predictions.
+    not accept FP32 class weights with 16-bit predictions, so a transformers model that computes a loss with weights
+    gets FP32 copies of its predictions.
 
     Args:
-        module: the module that is called.
+        module: the module being called.
         dtype: the 16-bit dtype that it computes in.
         names: the names of its arguments that are FP32 numbers, or integers that become FP32 numbers.
     """

@@ -1,12 +1,12 @@
-"""Losses of a cast model are FP32, on exact FP32 copies of 16-bit predictions; else there is a warning.
+"""Losses of a cast model are FP32, on exact FP32 copies of 16-bit predictions; otherwise, there is a warning.
 
-- The `loss_function` of models of transformers is not a module but a property. It chooses a function at each use, by
+- The `loss_function` of transformers models is not a module but a property. It chooses a function at each use, by
   `loss_type` or by assignment, so its getter is wrapped.
-- Torch's loss functions compute in FP32 while a user's `forward` runs, as they do under autocast. Everything else in
+- torch's loss functions compute in FP32 while a user's `forward` runs, as they do under autocast. Everything else in
   the `forward` stays as it is.
-- A loss outside of the model gets the FP32 copies that the model returns once `return_float32` was called. Then the
-  layers that make the predictions of a model of transformers which computes its loss in `forward` (BERT, T5) return
-  copies, too. Until then, such a model computes it in 16 bits. So does code of users that computes a loss by hand of
+- A loss outside the model gets the FP32 copies that the model returns once `return_float32` was called. From then on,
+  if a transformers model computes its loss in `forward` (BERT, T5), the layers that make its predictions return copies,
+  too. Until then, such a model computes its loss in 16 bits, as does user code that computes a loss by hand from
   16-bit predictions. This causes a warning, once per process.
 
 Loss modules are kept in FP32 like norms (`fp32_rules.py`).
@@ -49,7 +49,7 @@ from hf_lowprec.wrapped_method import unwrap_method, wrap_once
 
 _ASSIGNED = "_loss_function"
 """The attribute in which transformers' property keeps a function that was assigned to it."""
-# `nll_loss`, `kl_div` and `ctc_loss` are given logarithms: rounded ones would make rounded losses.
+# `nll_loss`, `kl_div` and `ctc_loss` take logarithms, which would round the losses if they were rounded.
 _IN_FP32 = {functional.log_softmax, torch.log_softmax, Tensor.log_softmax}
 _IN_FP32 |= {getattr(functional, name) for name in TORCH_LOSS_FUNCTIONS}
 _IN_FP32.add(torch.cdist)  # takes no 16-bit numbers
@@ -71,8 +71,8 @@ def fp32_loss(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
 
 
 def has_loss_function(module: nn.Module) -> bool:
-    """Return whether a module has a `loss_function` of its own, as transformers' property has it."""
-    # Only where the class has it (PEFT's wrappers forward attributes) and a loss belongs to it (not to a part).
+    """Return whether a module has a `loss_function` of its own, by transformers' property."""
+    # The class must have it (PEFT's wrappers forward attributes), and the loss must be its own, not a part's.
     chosen = getattr(type(module), "loss_function", None)
     if not isinstance(chosen, property) or chosen.fset is None:
         return False
@@ -80,7 +80,7 @@ def has_loss_function(module: nn.Module) -> bool:
 
 
 def install_fp32_loss(module: nn.Module) -> bool:
-    """Make the `loss_function` of a module, whichever it has later, compute in FP32. Return whether this is new."""
+    """Make a module's `loss_function`, even one assigned later, compute in FP32. Return whether this is new."""
     return wrap_once(module, "loss_function", _returning_fp32_loss)
 
 
@@ -89,7 +89,7 @@ def _returning_fp32_loss(chosen: Callable[[Any], Callable[..., Any]], model: nn.
 
 
 class Fp32TorchLosses(TorchFunctionMode):
-    """While it is active, torch's losses get exact FP32 copies of their 16-bit arguments."""
+    """A mode in which torch's losses get exact FP32 copies of their 16-bit arguments."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,7 +101,7 @@ class Fp32TorchLosses(TorchFunctionMode):
 
 
 def _keeps_dim(input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) -> bool:
-    """Return whether a `logsumexp` normalizes its input: as in attention, the result may be multiplied by 16 bits."""
+    """Return whether a `logsumexp` keeps its dimension: it may be attention's, multiplied by 16-bit values later."""
     return keepdim
 
 
@@ -132,7 +132,7 @@ def install_loss_warning(module: nn.Module) -> bool:
 
 
 def warn_of_16_bit_loss(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook: log the warning if `output` has a loss in 16 bits that is to be differentiated."""
+    """Log the warning if `output` has a 16-bit loss that will be differentiated. A forward hook."""
     if torch.compiler.is_compiling():
         return
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
@@ -141,7 +141,7 @@ def warn_of_16_bit_loss(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def warn_if_in_16_bits(loss: Any, computed_by: str, way_out: str) -> None:
-    """Log the warning if `loss` is a 16-bit number that is to be differentiated."""
+    """Log the warning if `loss` is a 16-bit number that will be differentiated."""
     is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad
     if is_loss and loss.dtype in LOW_PRECISION_DTYPES and first_time("loss in 16 bits"):
         text = "hf_lowprec: %s computes its loss in %s. For FP32, %s"
@@ -169,19 +169,19 @@ def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
     """
     dtypes = cast_dtypes(model)
     if not dtypes:
-        raise ValueError(f"return_float32: {type(model).__name__} was not cast; call cast_model(model) before")
+        raise ValueError(f"return_float32: {type(model).__name__} was not cast; call cast_model(model) first")
     for dtype in sorted(dtypes, key=str):
         upcast_predictions(model, dtype)
     install_model_output_upcast(compiled_module(model), next_to_loss)
 
 
 def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
-    """Upcast the predictions of models of transformers that compute their loss in `forward`, so that the loss is FP32.
+    """Upcast the predictions of transformers models that compute their loss in `forward`, so that the loss is FP32.
 
-    The same for layers whose results a contrastive loss compares. The children of such a model, and of the modules
-    around it, downcast their inputs, so that a 16-bit module that is given an FP32 prediction does not fail. If user
-    code around the model multiplies tensors, or no layer is known to make the predictions, the model's outputs stay in
-    16 bits, and only torch's losses compute in FP32.
+    Layers whose results a contrastive loss compares are treated in the same way. The children of such a model, and of
+    the modules around it, downcast their inputs, so that a 16-bit module can take an FP32 prediction. If user code
+    around the model multiplies tensors, or no layer is known to make the predictions, the model's outputs stay in 16
+    bits, and only torch's losses compute in FP32.
 
     Args:
         model: a cast model, or one with cast models inside.
@@ -203,7 +203,7 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
             continue
         for layer in layers:
             install_output_conversion(tree.modules[layer], torch.float32)
-        # A copy may be handed to children of the model, of the modules around it, and of those around the layers.
+        # Children of the model, of the modules around it, and of those around the layers may get a copy.
         path += [parent for layer in layers if (parent := layer.rpartition(".")[0]) not in path]
         for child in [child for parent in path for child in tree.called_children(parent)]:
             if tree.computes_in(child, dtype):
@@ -218,11 +218,11 @@ def computes_loss_itself(model: nn.Module) -> bool:
 
 
 def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
-    """The layers whose results a contrastive loss of transformers compares (CLIP, SigLIP, FLAVA); empty without one.
+    """Return the layers whose results transformers' contrastive loss compares (CLIP, SigLIP, FLAVA); none without one.
 
-    A model computes such a loss if its `forward` takes `return_loss`. Heads and projections are compared; where there
+    A model computes such a loss if its `forward` takes `return_loss`. It compares heads and projections or, if there
     are fewer than two of them, what models inside return (ALIGN, CLVP). A head may be a child of a model inside
-    (FLAVA's `flava.text_projection`). X-CLIP multiplies with a matrix of its own, but by what a norm has rounded.
+    (FLAVA's `flava.text_projection`). X-CLIP also multiplies by a matrix of its own, after a norm that rounds.
     """
     module = tree.modules[model]
     if not is_code_of_transformers(module) or "return_loss" not in arguments_of_forward(module):

@@ -1,9 +1,9 @@
-"""Warnings about digits that are lost: of numbers, in the cast itself, and of weights, when they were loaded.
+"""Warnings about lost digits: of numbers, which the cast rounds, and of weights, which were rounded when loaded.
 
 Weights are tensors that the cast keeps in FP32, and trainable parameters whose checkpoint is FP32: with Kahan
 summation, an optimizer uses the digits that the cast rounds off. `save_pretrained` writes each tensor in its own dtype,
-and `from_pretrained` gives all of them the one dtype of the config, which is that of the first parameter: FP32 norms of
-a saved BF16 model come back in BF16.
+but `from_pretrained` gives all of them the config's dtype, which is that of the first parameter: FP32 norms of a saved
+BF16 model come back in BF16.
 """
 
 import json
@@ -30,32 +30,32 @@ _EMBEDDINGS = {"emb", "embed", "embeds", "embedding", "embeddings", "enc", "enco
 def rounded_number_warnings(plan: CastPlan) -> Iterator[str]:
     """Yield one line about numbers that lose digits in a cast, and one about those that may, if there are any.
 
-    These are buffers of at most one dimension (class weights, frequencies) or with a name for numbers
+    Numbers are buffers of at most one dimension (class weights, frequencies) or with a name for numbers
     (`alphas_cumprod`), and parameters of one element (`logit_scale`). On the meta device they have no values yet: they
     are rounded when the model is initialized, after the cast.
 
     Args:
-        plan: of a cast that was not carried out yet.
+        plan: the plan of a cast that was not carried out yet.
     """
     numbers = {t.name: t.target.tensor for t in plan.tensors if t.action == "cast" and _holds_numbers(t)}
     narrowed = {name: t for name, t in numbers.items() if t.dtype.itemsize > plan.dtype.itemsize}
     lost = [name for name, tensor in narrowed.items() if not tensor.is_meta and _loses_digits(tensor, plan.dtype)]
     if lost:
-        yield f"{len(lost)} tensors of numbers lose digits in {dtype_name(plan.dtype)}: {_names_and_remedy(lost)}"
+        yield f"{len(lost)} tensors lose digits in {dtype_name(plan.dtype)}: {_names_and_remedy(lost)}"
     unknown = [name for name, tensor in narrowed.items() if tensor.is_meta]
     if unknown:
         yield (
-            f"{len(unknown)} tensors of numbers on the meta device will be rounded to {dtype_name(plan.dtype)} when "
-            f"they are initialized: {_names_and_remedy(unknown)}"
+            f"{len(unknown)} tensors on the meta device will be rounded to {dtype_name(plan.dtype)} when they are "
+            f"initialized: {_names_and_remedy(unknown)}"
         )
 
 
 def _names_and_remedy(names: list[str]) -> str:
-    """The names, with one entry for the same tensor of all layers, and the `keep_fp32` that keeps these tensors."""
+    """Return the names, with one entry for the same tensor of all layers, and the `keep_fp32` that keeps them."""
     entries = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name) for name in names))
     return (
         f"{', '.join(entries)}. "
-        f'`cast_model(model, keep_fp32={entries})`, or `optim_args="keep_fp32={"|".join(entries)}"`, keeps them'
+        f'`cast_model(model, keep_fp32={entries})`, or `optim_args="keep_fp32={"|".join(entries)}"`, keeps them in FP32'
     )
 
 
@@ -84,15 +84,14 @@ def rounded_weight_warnings(
 ) -> Iterator[str]:
     """Yield one line about tensors that lost digits when they were loaded, if there are any.
 
-    Tensors that the model's checkpoint itself has in 16 bits lost nothing in loading. Where no checkpoint is at hand,
-    tensors of zeros and ones are taken for initial values, which fit 16 bits, and nothing is said of trainable
-    parameters. Nor is it of parameters that an earlier cast has had in FP32, of rotary tables, which are recomputed,
-    and of quantized models: their norms are loaded in 16 bits, as the guide says, and lose less by that than quantized
-    weights.
+    Tensors that are 16-bit in the checkpoint lost nothing when they were loaded. If the checkpoint is not on this
+    machine, tensors of zeros and ones count as initial values, which fit 16 bits, and there is no line about trainable
+    parameters. Parameters that an earlier cast had in FP32 are left out, as are rotary tables, which are recomputed,
+    and quantized models: their norms are loaded in 16 bits, as the guide says, and lose less than quantized weights.
 
     Args:
-        model: its modules of transformers say which checkpoint they were loaded from.
-        plan: of a cast that was carried out.
+        model: the model; its transformers modules say which checkpoint they were loaded from.
+        plan: the plan of a cast that was carried out.
         loaded_dtypes: the dtypes of the tensors before it, by name.
     """
     narrow = [t for t in plan.tensors if loaded_dtypes[t.name] in LOW_PRECISION_DTYPES]
@@ -112,8 +111,8 @@ def rounded_weight_warnings(
     if rounded:
         text = (
             f"{len(rounded)} tensors that are kept in FP32 ({rounded[0]}, …) were loaded in "
-            f"{dtype_name(loaded_dtypes[rounded[0]])}. If their checkpoint has them in FP32, as those of hf_lowprec "
-            "do, load it with from_pretrained(…, dtype=torch.float32); hf_lowprec casts the rest"
+            f"{dtype_name(loaded_dtypes[rounded[0]])}. If their checkpoint has them in FP32, as hf_lowprec's "
+            "checkpoints do, load it with from_pretrained(…, dtype=torch.float32); hf_lowprec casts the rest"
         )
         yield f"{text}, and {gain}" if with_low_bits else text
     elif with_low_bits:
@@ -125,13 +124,13 @@ def rounded_weight_warnings(
 
 
 def _is_initial(tensor: Tensor) -> bool:
-    """Return whether a tensor, or this rank's shard of it, has the values that norms begin with."""
+    """Return whether a tensor, or this rank's shard, has only values that norms start from."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.is_meta or bool(((local == 0) | (local == 1)).all())
 
 
 def _stored_dtype_of(name: str, stored: Mapping[str, str]) -> str | None:
-    """The dtype stored under `name` or, because wrappers add prefixes, under its longest ending that is stored."""
+    """Return the dtype stored under `name` or, because wrappers add prefixes, under its longest stored ending."""
     parts = name.split(".")
     endings = (".".join(parts[k:]) for k in range(max(len(parts) - 1, 1)))
     return next((stored[ending] for ending in endings if ending in stored), None)
@@ -153,13 +152,13 @@ def _stored_dtypes(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _folder(name_or_path: str) -> Path | None:
-    """The folder of a checkpoint; for a name on the hub, its folder in the cache. The network is not used."""
+    """Return the folder of a checkpoint; for a name on the Hub, its folder in the cache. The network is not used."""
     try:
         if Path(name_or_path).is_dir():
             return Path(name_or_path)
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name_or_path, "config.json")
-    except (ImportError, OSError, ValueError):  # ValueError: no name on the hub looks like this
+    except (ImportError, OSError, ValueError):  # ValueError: not a valid name on the Hub
         return None
     return Path(cached).parent if isinstance(cached, str) else None

@@ -22,7 +22,7 @@ _LIGER_MODES_IN_FP32 = ("llama", "gemma")
 
 
 def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Forward pre-hook: floating arguments go to FP32."""
+    """Convert floating arguments to FP32. A forward pre-hook."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # norms, which a model has many of
         if module is not None and vars(module).get("casting_mode") in _LIGER_MODES_IN_FP32:
             return args, kwargs  # its kernel converts what it reads
@@ -38,9 +38,9 @@ def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any
 
 @dataclass(frozen=True)
 class ConvertOutputs:
-    """Forward hook: floating outputs go to `dtype`.
+    """Forward hook that converts floating outputs to `dtype`.
 
-    Not to the dtype of the input: T5 itself converts the input of `wo` to FP32, and that FP32 would leak.
+    The input's dtype would be wrong: T5 itself converts the input of `wo` to FP32, and that FP32 would leak.
     """
 
     dtype: torch.dtype
@@ -53,12 +53,12 @@ class ConvertOutputs:
 
 
 def upcast_model_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a whole model: 16-bit outputs go to FP32 for the code that called it."""
+    """Convert 16-bit outputs to FP32 for the code that called the model. A forward hook of a whole model."""
     return to_fp32_copies(output)
 
 
 def upcast_model_outputs_without_loss(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a whole model: as `upcast_model_outputs`, except for outputs with a loss to be differentiated."""
+    """Do what `upcast_model_outputs` does, except for outputs with a loss that will be differentiated."""
     if torch.is_grad_enabled() and isinstance(output, dict) and output.get("loss") is not None:
         return output
     return upcast_model_outputs(module, args, output)
@@ -81,7 +81,7 @@ def install_output_conversion(module: nn.Module, dtype: torch.dtype) -> bool:
     is_new = hook not in hooks.values()
     if is_new:  # first, so that the forward hooks of others see the output that the next module gets
         module.register_forward_hook(hook, prepend=True)
-    # Hooks that round outputs stay first: copies that were rounded after all would be 16-bit.
+    # Hooks that round outputs stay first: otherwise, they would round the copies.
     for key in [k for k, h in hooks.items() if isinstance(h, ConvertOutputs) and h.dtype != torch.float32]:
         hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
     return is_new
@@ -140,8 +140,8 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
     """Convert the floating tensors in a value, at any depth of tuples, lists, dicts and dataclasses.
 
     Args:
-        value: anything; other objects are returned as they are.
-        convert: takes a tensor and the name it came under, and returns the converted tensor.
+        value: any object; objects of other types are returned as they are.
+        convert: takes a tensor and its name, and returns the converted tensor.
         name: the name of `value`; keys of dicts and names of fields are appended, separated by dots.
 
     Returns:
@@ -179,14 +179,14 @@ def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
 
 
 def write_back_later(module: nn.Module, values: Iterable[Any], copies: Iterable[Any]) -> None:
-    """When the call of `module` that begins has ended, write into `values` what it has written into their `copies`.
+    """When the current call of `module` ends, copy what it wrote into `copies` back into `values`.
 
-    Not in code that torch compiles, nor for tensors in inference mode, where torch does not count writes.
+    This does nothing in code that torch compiles, nor for tensors in inference mode, where torch does not count writes.
 
     Args:
         module: the module, whose pre-hook calls this function.
-        values: the arguments; none for a module that writes into none.
-        copies: what `convert_floats` has made of them.
+        values: the arguments; empty for a module that writes into none.
+        copies: the results of `convert_floats` for them.
     """
     if torch.compiler.is_compiling():
         return
@@ -213,7 +213,7 @@ def write_back_later(module: nn.Module, values: Iterable[Any], copies: Iterable[
 
 
 def _converted(value: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield each value, at any depth, that was copied; its copy; and the contents of the copy."""
+    """Yield each copied value at any depth, its copy, and the contents of the copy."""
     if copied is not value:
         if is_dataclass(value) and not isinstance(value, dict):
             value, copied = vars(value), vars(copied)
@@ -225,7 +225,7 @@ def _converted(value: Any, copied: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _contents(value: Any) -> Any:
-    """A value that differs after a write into the tensor, list or dict."""
+    """Return something that changes with each write into the tensor, list or dict."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
     return {key: id(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}

@@ -25,7 +25,7 @@ _LOSS_NAME = re.compile(r"(Loss|Criterion)$")
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm, by its class or by the name of its class or a base class.
 
-    What holds other modules with tensors is a norm only if those are norms. By name alone, whole encoders
+    A module with children that hold tensors is a norm only if the children are. By name alone, whole encoders
     (Wav2Vec2EncoderStableLayerNorm) and norms that own linear layers would count.
     """
     if not isinstance(module, _NORM_CLASSES) and not _is_named(module, _NORM_NAME):
@@ -37,7 +37,7 @@ def is_norm(module: nn.Module) -> bool:
 def is_rotary(module: nn.Module) -> bool:
     """Return whether a module is a rotary embedding by name, or has no parameters and a buffer named `inv_freq`.
 
-    Modules that hold others with tensors are not. A rotary embedding converts its own outputs, so it gets no hooks.
+    Modules whose children hold tensors are not. A rotary embedding converts its own outputs, so it gets no hooks.
     """
     has_frequencies = not module._parameters and any(map(_FREQUENCIES.fullmatch, module._buffers))
     if not has_frequencies and not _is_named(module, _ROTARY_NAME):
@@ -49,7 +49,7 @@ def is_rotary(module: nn.Module) -> bool:
 def is_loss(module: nn.Module) -> bool:
     """Return whether a module is a loss, by the name of its class or a base class.
 
-    With parameters other than single numbers (a temperature), it is a part of the model.
+    A module with parameters other than single numbers (a temperature) is not a loss but a part of the model.
     """
     if not _is_named(module, _LOSS_NAME):
         return False
@@ -65,13 +65,13 @@ def is_model(module: nn.Module) -> bool:
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """The global names and attributes that the code of a module's `forward` uses."""
+    """Return the global names and attributes that the code of a module's `forward` uses."""
     code = _code(module)
     return frozenset() if code is None else frozenset(code.co_names)
 
 
 def arguments_of_forward(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of a module's `forward`."""
+    """Return the names of the arguments of a module's `forward`."""
     code = _code(module)
     return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 

@@ -13,7 +13,7 @@ from hf_lowprec.casting.module_kinds import is_loss, is_model
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
-    """The shape of a tensor. DeepSpeed's ZeRO 3 leaves a parameter itself empty."""
+    """Return the shape of a tensor. DeepSpeed's ZeRO 3 leaves a parameter itself empty."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -27,7 +27,7 @@ class ModelTensor:
 
     @property
     def name(self) -> str:
-        """The first of its names. No other tensor has it."""
+        """The first of its names, which no other tensor has."""
         return self.names[0]
 
     @property
@@ -53,7 +53,7 @@ class ModuleTree:
         return cls(dict(model.named_modules(remove_duplicate=False)))
 
     def after(self, planned_dtypes: Mapping[int, torch.dtype]) -> ModuleTree:
-        """The tree as it will be once its tensors have their planned dtypes."""
+        """Return the tree as it will be once its tensors have their planned dtypes."""
         return replace(self, planned_dtypes=planned_dtypes)
 
     @property
@@ -82,17 +82,17 @@ class ModuleTree:
         )
 
     def children(self, name: str) -> list[str]:
-        """The names of a module's children, in the order in which they were assigned."""
+        """Return the names of a module's children, in the order in which they were assigned."""
         return [join(name, child) for child, module in self.modules[name]._modules.items() if module is not None]
 
     def callable_parts(self, name: str) -> list[str]:
-        """The module itself; for a container without a `forward` (ModuleList), whose hooks never run, its children."""
+        """Return the module itself; for a container without a `forward` (ModuleList), its children, whose hooks run."""
         if type(self.modules[name]).forward is not nn.Module.forward:
             return [name]
         return [part for child in self.children(name) for part in self.callable_parts(child)]
 
     def computing_children(self, name: str) -> list[str]:
-        """The children of a module that hold floating tensors and are not losses, in the order of their assignment.
+        """Return the children of a module that hold floating tensors and are not losses, in the order of assignment.
 
         A module calls its children in this order by convention only.
         """
@@ -100,11 +100,11 @@ class ModuleTree:
         return [child for child in children if self.floating_dtypes(child) and not is_loss(self.modules[child])]
 
     def called_children(self, name: str) -> list[str]:
-        """`computing_children`, with the modules inside a container that is never called (ModuleList) in its place."""
+        """Return `computing_children`, but for containers that are never called (ModuleList), their contents."""
         return [part for child in self.computing_children(name) for part in self.callable_parts(child)]
 
     def floating_dtypes(self, name: str) -> set[torch.dtype]:
-        """The dtypes of the floating tensors in a module and below it, as they are or as they are planned."""
+        """Return the dtypes of the floating tensors in a module and below it, as they are or as they are planned."""
         module = self.modules[name]
         floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
         return {self.planned_dtypes.get(id(tensor), tensor.dtype) for tensor in floating}
@@ -115,32 +115,32 @@ class ModuleTree:
 
 
 def compiled_module(model: nn.Module) -> nn.Module:
-    """The model inside the wrapper of `torch.compile`, or `model` itself."""
+    """Return the model inside the wrapper of `torch.compile`, or `model` itself."""
     while "_orig_mod" in model._modules:
         model = model.get_submodule("_orig_mod")
     return model
 
 
 def join(module: str, name: str) -> str:
-    """The qualified name of what a module calls `name`."""
+    """Return the qualified name of `name` in a module."""
     return f"{module}.{name}" if module else name
 
 
 def path_to(module: str) -> list[str]:
-    """The names of the model, of the modules inside it that contain a module, and of this module."""
+    """Return the names of the model, of the modules inside it that contain a module, and of this module."""
     parts = module.split(".") if module else []
     return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def outermost(name: str, modules: Collection[str]) -> str | None:
-    """The outermost of `modules` that the module called `name` lies in, itself included; None if there is none."""
+    """Return the outermost of `modules` that contains the module called `name`, or is it; None if there is none."""
     return next((module for module in path_to(name) if module in modules), None)
 
 
 def output_embeddings(module: nn.Module) -> nn.Module | None:
-    """The layer that turns hidden states into logits, as the model's `get_output_embeddings` returns it.
+    """Return the layer that turns hidden states into logits, by the model's `get_output_embeddings`.
 
-    Not an `nn.Embedding`, which a few models return because it is tied.
+    An `nn.Embedding` does not count; a few models return one because it is tied.
     """
     try:
         embeddings = module.get_output_embeddings()  # type: ignore[operator]
@@ -150,7 +150,7 @@ def output_embeddings(module: nn.Module) -> nn.Module | None:
 
 
 def prediction_layers(tree: ModuleTree, model: str) -> list[str]:
-    """The layers that make a model's predictions: its output embeddings, and its last child that is not itself a model.
+    """Return the layers that make a model's predictions: its output embeddings, and its last child that is not a model.
 
     Children named "auxiliary" that follow the last child belong to it.
     """
@@ -165,7 +165,7 @@ def prediction_layers(tree: ModuleTree, model: str) -> list[str]:
 
 
 def models_in_loss(tree: ModuleTree, model: nn.Module) -> dict[str, nn.Module]:
-    """The models in a loss: `model`, and for each other one the largest module that contains it but not `model`."""
+    """Return the models in a loss: `model`, and for each other model the largest module around it without `model`."""
     loss_modules = {name for name, part in tree.modules.items() if part is not model and model in set(part.modules())}
     callable_modules = {name for name in tree.modules if tree.callable_parts(name) == [name]} - loss_modules
     models = [name for name, module in tree.modules.items() if module is model or is_model(module)]

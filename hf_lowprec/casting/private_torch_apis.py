@@ -17,7 +17,7 @@ from torch.nn import functional
 def runs_in_checkpoint() -> bool:
     """Return whether this code runs inside `torch.utils.checkpoint`, which runs it once more in backward.
 
-    With `use_reentrant=True` nothing shows it. While torch's compiler traces, the answer is False.
+    This cannot be seen with `use_reentrant=True`. While torch's compiler traces, the answer is False.
     """
     if torch.compiler.is_compiling():
         return False
@@ -26,7 +26,7 @@ def runs_in_checkpoint() -> bool:
 
 
 def has_run_under_fsdp2(module: nn.Module) -> bool:
-    """Return whether FSDP2 has sharded `module`, and a forward pass has run since: it has noted dtypes by then."""
+    """Return whether FSDP2 has sharded `module` and has run a forward pass since, in which it notes dtypes."""
     get_state: Any = getattr(module, "_get_fsdp_state", None)
     return get_state is not None and get_state()._is_root is not None
 
@@ -35,7 +35,7 @@ def has_run_under_fsdp2(module: nn.Module) -> bool:
 def trace_cross_entropy_as_function() -> None:
     """Let `torch.compile` trace an `nn.CrossEntropyLoss` that is built in `forward` as a call of `cross_entropy`.
 
-    By itself it records this one class as a call that no `TorchFunctionMode` sees.
+    By itself, it records this one class as a call that no `TorchFunctionMode` sees.
     """
     import torch._dynamo
 

@@ -15,9 +15,9 @@ _BIAS = "bias"  # added in the activations' dtype, after the quantized weight wa
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Return whether `tensor` holds quantized data, by its class (of a quantizer) or dtype (no floats or indices).
+    """Return whether `tensor` holds quantized data, by its class (a quantizer's) or dtype (no floats or indices).
 
-    The class of a DTensor is that of its shard.
+    For a DTensor, the class of its shard counts.
     """
     tensor = _shard(tensor)
     if type(tensor) not in _PLAIN_CLASSES or type(tensor.data) is not Tensor:
@@ -33,7 +33,7 @@ def acts_as_fp32(tensor: Tensor) -> bool:
 
 
 def _shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; other tensors as they are."""
+    """Return this rank's shard of a DTensor, and other tensors as they are."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined, no-any-return]
 
 
@@ -52,10 +52,11 @@ def holds_quantized_weights(module: nn.Module) -> bool:
 
 
 def frozen_tensors(tensors: Iterable[ModelTensor]) -> dict[str, str]:
-    """The tensors that a cast must leave as they are, by name: what each one is.
+    """Return the tensors that a cast must leave as they are, by name, and what each one is.
 
-    They are those that are not plain floats of 16 to 64 bits, and everything but biases in modules with quantized data:
-    scales and offsets change every weight if they are rounded. A module with a plain `weight` counts as not quantized.
+    These are all tensors that are not plain floats of 16 to 64 bits, and everything but biases in modules with
+    quantized data: rounding scales and offsets would change every weight. A module with a plain `weight` counts as not
+    quantized.
     """
     tensors = list(tensors)
     plain, quantized = set[str](), set[str]()

@@ -22,7 +22,7 @@ def has_adapters(model: nn.Module) -> bool:
 def saved_adapters(
     model: Any, state_dict: dict[str, Tensor], left_out: Container[str] = ()
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors that PEFT saves for each adapter of `model`, by name, taken from `state_dict`."""
+    """Return the tensors that PEFT saves for each adapter of `model`, by name, taken from `state_dict`."""
     from peft import get_peft_model_state_dict
 
     with warnings.catch_warnings():

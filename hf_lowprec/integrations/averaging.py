@@ -41,7 +41,7 @@ class AveragedModel(swa_utils.AveragedModel):
     """
 
     _checked = False
-    """True if the optimizer of the first update has been checked."""
+    """True after the first update has checked its optimizer."""
 
     def __init__(
         self,

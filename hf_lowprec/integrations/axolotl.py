@@ -4,4 +4,4 @@ from axolotl.integrations.base import BasePlugin
 
 
 class Plugin(BasePlugin):
-    """Importing it registers our names for `optimizer:`. axolotl does so in every process that reads the YAML file."""
+    """Registers our names for `optimizer:` on import, which axolotl does in every process that reads the YAML file."""

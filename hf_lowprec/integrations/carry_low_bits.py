@@ -1,7 +1,7 @@
 """Carries the low bits of weights (see `rounding/low_bits.py`) through `Accelerator.prepare`.
 
-FSDP2 replaces parameters by shards, and with `cpu_ram_efficient_loading` only rank 0 has weights before. DDP replaces
-the other ranks' weights by those of rank 0. So every rank gets rank 0's low bits.
+FSDP2 replaces parameters with shards, and with `cpu_ram_efficient_loading` only rank 0 has weights before. DDP replaces
+the other ranks' weights with rank 0's. So every rank gets rank 0's low bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_lowprec.rounding.attached_low_bits import (
 )
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Parts of parameters' names that preparing a model adds."""
+"""What preparing a model adds to the names of its parameters."""
 
 
 TakenLowBits = dict[str, dict[str, Any]]
@@ -35,9 +35,9 @@ TakenLowBits = dict[str, dict[str, Any]]
 
 @contextlib.contextmanager
 def taken_low_bits(model: nn.Module) -> Iterator[TakenLowBits]:
-    """Take the low bits kept for parameters of `model` away from them, for `give_low_bits` after preparing it inside.
+    """Take the low bits from the parameters of `model`, for `give_low_bits` after the model was prepared inside.
 
-    If there is an error inside, they are returned, so that the model can be prepared again.
+    If there is an error inside, the parameters get them back, so that the model can be prepared again.
     """
     taken = {}
     for name, param in _named(model):
@@ -58,7 +58,7 @@ def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) ->
 
     Args:
         model: the model after `Accelerator.prepare`.
-        kept: those that `taken_low_bits` has taken on this rank.
+        kept: the low bits that `taken_low_bits` has taken on this rank.
         device: where tensors are sent between ranks.
     """
     params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
@@ -71,11 +71,11 @@ def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) ->
 def low_bits_of_rank_0(
     kept: TakenLowBits, shapes: Mapping[str, torch.Size], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """The low bits that rank 0 has taken: name and whole tensor. Every rank must iterate.
+    """Yield the low bits that rank 0 has taken: name and whole tensor. Every rank must iterate.
 
     Args:
-        kept: those that `taken_low_bits` has taken on this rank.
-        shapes: of the parameters, by name.
+        kept: the low bits that `taken_low_bits` has taken on this rank.
+        shapes: the parameters' shapes, by name.
         device: where tensors are sent between ranks.
     """
     dtypes = {name: saved["low_bits"].dtype for name, saved in kept.items()}
@@ -87,7 +87,7 @@ def low_bits_of_rank_0(
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of `model` by their names without wrappers."""
+    """Yield the parameters of `model` by their names without wrappers."""
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")

@@ -1,8 +1,8 @@
 """Connects gradient collectors with data parallelism: no gradient is taken before it is averaged over ranks.
 
-FSDP2 runs the hooks of a parameter after its reduce-scatter, so nothing is to be done for it. DDP runs them before, so
-its communication hook hands over the averages. An optimizer gets only parameters, so the wrappers of their model are
-searched for among all modules of the process.
+FSDP2 runs the hooks of a parameter after its reduce-scatter, so it needs nothing. DDP runs them before, so its
+communication hook hands over the averages. An optimizer gets only parameters, so the wrappers of their model are found
+among all modules of the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def collect_after_reduction(collector: GradientCollector) -> None:
     """Make `collector` wait for the averages of parameters that DDP synchronizes. It calls this before it takes any.
 
     Raises:
-        RuntimeError: a model is wrapped by FSDP1, or by DDP in a way that does not tell when averages are there.
+        RuntimeError: a model is wrapped by FSDP1, or by DDP with settings that hide when averages are ready.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -44,7 +44,7 @@ def collect_after_reduction(collector: GradientCollector) -> None:
 
 
 def data_parallel_wrappers() -> list[Any]:
-    """Every model of the process that DDP or FSDP1 wraps. The search takes a tenth of a second."""
+    """Find every DDP and FSDP1 wrapper in the process. The search takes a tenth of a second."""
     kinds = DistributedDataParallel | FullyShardedDataParallel
     # Not isinstance, which is also true for a proxy of a module.
     found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
@@ -52,7 +52,7 @@ def data_parallel_wrappers() -> list[Any]:
 
 
 def _weakly(collector: GradientCollector) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[bool]]:
-    """`collector.take_means`, which takes nothing any more once the optimizer is deleted or has stopped collecting."""
+    """Wrap `collector.take_means` so that it takes nothing once the optimizer is deleted or has stopped collecting."""
     reference = weakref.ref(collector)
 
     def take_means(params: Sequence[Tensor], means: Sequence[Tensor]) -> Sequence[bool]:

@@ -1,1 +1,1 @@
-"""Measures, for any optimizer, how much of each step the stored weights and states take in."""
+"""Measures, for any optimizer, how much of each step reaches the stored weights and states."""

@@ -36,7 +36,7 @@ class MemoryUse:
 
     @classmethod
     def of(cls, parameters: list[Tensor], gradients: Iterable[Tensor], state: Counter[torch.dtype]) -> MemoryUse:
-        """That of these parameters, of gradients as large as the tensors `gradients`, and of `state`."""
+        """Count these parameters, gradients as large as the tensors `gradients`, and `state`."""
         return cls(sum(local_shard(p).numel() for p in parameters), _bytes(parameters), _bytes(gradients), state)
 
     @property
@@ -48,7 +48,7 @@ class MemoryUse:
 def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> MemoryUse:
     """Count the tensors that a step will need: gradients of all trainable parameters, and all states.
 
-    With gradient release, the gradients that will exist at once, if those of the last parameters are final first.
+    With gradient release, only gradients that exist at the same time count, if the last parameters' are final first.
     Parameters may be on the meta device.
     """
     parameters: list[Tensor] = list(model.parameters())
@@ -59,16 +59,16 @@ def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> Memor
 
 
 def expected_gradients(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Those of the model's `params` whose gradients will exist at once."""
+    """Return the `params` of the model whose gradients will exist at the same time."""
     trainable = [param for param in params if param.requires_grad]
     return gradients_alive(reversed(trainable)) if collector_of(optimizer) else trainable
 
 
 def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:
-    """Name of a state tensor → elements by dtype, for existing ones and those that the first step will create.
+    """Count elements by name of the state tensor and by dtype, existing ones and those that the first step will create.
 
     Raises:
-        ValueError: states are to be stored in 8 bits, and a parameter is sharded such that blocks are cut.
+        ValueError: states are stored in 8 bits, and the sharding of a parameter cuts blocks.
     """
     elements: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
     for group, param in _with_states(optimizer):
@@ -79,7 +79,7 @@ def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch
 
 
 def elements_kept_in_bf16(optimizer: LowPrecisionOptimizer) -> Counter[str]:
-    """Elements of states that are stored in BF16 although 8 bits were asked for, by reason."""
+    """Count elements of states that are stored in BF16 although 8 bits were requested, by reason."""
     elements: Counter[str] = Counter()
     for group, param in _with_states(optimizer):
         for reason in stays_in_bf16(optimizer, group, param):
@@ -88,7 +88,7 @@ def elements_kept_in_bf16(optimizer: LowPrecisionOptimizer) -> Counter[str]:
 
 
 def _with_states(optimizer: LowPrecisionOptimizer) -> Iterator[tuple[ParamGroup, Tensor]]:
-    """Each parameter that has states or will have some, and its param group."""
+    """Yield each parameter that has states or will have some, after its param group."""
     for group in optimizer.param_groups:
         yield from ((group, param) for param in group["params"] if param.requires_grad or param in optimizer.state)
 

@@ -1,7 +1,7 @@
 """The change that an algorithm makes to sampled weights before any rounding, for the optimizers of this package.
 
-The formula is evaluated once on the samples of a whole fused group, whose per-parameter scalars are columns. What only
-the values of whole tensors give (clip factors, means, orthogonalized matrices) is computed as in the step itself.
+The formula is evaluated once on the samples of a whole fused group, with per-parameter scalars as columns. What depends
+on whole tensors (clip factors, means, orthogonalized matrices) is computed as in the step itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class SecondMoment(NamedTuple):
     """The sampled second moments of a step, which are stored in 16 or 8 bits; FP64.
 
     Attributes:
-        name: of the state.
-        before: their values before the step.
-        exact: the exact values after it. For 8 bits, they include the bias of their rounding, see `block_floats.py`.
-        grid: the spacing of what is stored, in 8 bits the distances to the next smaller codes; None if rounding is not
-            random.
+        name: the name of the state.
+        before: the values before the step.
+        exact: the exact values after it. For 8 bits, they include the bias of the rounding, see `block_floats.py`.
+        grid: the spacing of the stored values, in 8 bits the distances to the next smaller codes; None if rounding is
+            not random.
     """
 
     name: str
@@ -54,11 +54,11 @@ class ExactUpdate(NamedTuple):
 
     Attributes:
         weight_before: the weights before the step, FP32.
-        stored_before: what is stored of them before the step: FP64, the compensation or remainder included.
+        stored_before: their stored values before the step, compensation or remainder included, FP64.
         update: the exact change, FP64.
         second_moment: the second moments, if there are any of 16 or 8 bits.
-        decay: the part of `update` that is due to weight decay, FP64, if it was asked for and there is one; and what
-            would be stored after the step without weight decay, rounded by the same random bits.
+        decay: the part of `update` that is due to weight decay, FP64, if it was requested and is not zero; and the
+            values that would be stored after the step without weight decay, rounded with the same random bits.
     """
 
     weight_before: Tensor
@@ -72,11 +72,11 @@ class FusedGroupUpdates:
     """The exact updates of the parameters of a fused group.
 
     Attributes:
-        exact: that of the running step.
+        exact: the exact update of the running step.
 
     Args:
         optimizer: the optimizer that steps them.
-        backend_step: how the parameters are stepped, with their fused group.
+        backend_step: the step of the parameters, with their fused group.
         samples: the samples of the group's entries.
     """
 
@@ -94,7 +94,7 @@ class FusedGroupUpdates:
         """Compute the exact update of the coming step, whose plan has gradients, scalars and tensor means.
 
         Args:
-            with_decay: whether to compute the part of the weight decay.
+            with_decay: whether to compute the part that is due to weight decay.
         """
         group, spec = self._fused_group, self._spec
         weight = self._samples.gather(group.weights, "weight").float()
@@ -137,7 +137,7 @@ class FusedGroupUpdates:
                 now = decode(now, self._gather(self._spec.scales[name]), nonnegative=True)
             sums["second_moment"] = second_moment_sums(before, after, now.double(), moment_grid, elements_per_sample)
         if exact.decay is not None:
-            # `grid` in every mode: for a change as small as the decay, where nearest rounding goes is up to the rest.
+            # `grid` in every mode: where nearest rounding sends a change as small as the decay depends on the rest.
             decay, stored_without_decay = exact.decay
             change = clear_padding(stored - stored_without_decay)
             sums["weight_decay"] = share_sums(clear_padding(decay), change, grid, elements_per_sample)
@@ -147,7 +147,7 @@ class FusedGroupUpdates:
         del self.exact
 
     def _second_moment(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> SecondMoment | None:
-        """The second moment among the states `before` the step, as they are stored, and `after` it, in FP32."""
+        """Return the second moment from the states `before` the step, as stored, and `after` it, in FP32."""
         spec = self._spec
         name = next((name for name in SECOND_MOMENTS if name in before), None)
         if name is None or (name not in spec.scales and spec.tensors[name] not in LOW_PRECISION_DTYPES):
@@ -162,12 +162,12 @@ class FusedGroupUpdates:
         return SecondMoment(name, start, exact, grid)
 
     def _stored_value(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The FP64 sum of weights and their low bits in `state`, both given in FP32."""
+        """Return the FP64 sum of weights and their low bits in `state`, both given in FP32."""
         name = next((name for name in LOW_BITS_STATES if name in state), None)
         return fp64_value(weight, None if name is None else state[name].to(self._spec.tensors[name]))
 
     def _orthogonalized(self) -> Tensor:
-        """The samples of the orthogonalized matrices, which are computed part by part; FP32."""
+        """Return the FP32 samples of the orthogonalized matrices, which are computed part by part."""
         entries = self._fused_group.entries
         # Replicas may not measure this step, so nothing is computed with them.
         parts = parts_to_step(self._optimizer, self._backend_step, without_replicas=True)
@@ -175,7 +175,7 @@ class FusedGroupUpdates:
         return torch.stack([rows[k] for k in range(len(entries))]).float()
 
     def _gather(self, name: str) -> Tensor:
-        """The samples of a state or factor as it is stored, FP32 or int32: values, codes, or the scales of blocks."""
+        """Return the samples of a state or factor as stored, FP32 or int32: values, codes, or scales of blocks."""
         entries = self._fused_group.entries
         if name in (ROW_FACTOR, COLUMN_FACTOR):
             factors, shapes = [entry.tensors[name] for entry in entries], [entry.weight.shape for entry in entries]
@@ -186,12 +186,12 @@ class FusedGroupUpdates:
         return load(self._samples.gather(tensors, name))
 
     def _scalar_columns(self) -> dict[str, Tensor]:
-        """The step's scalars by name, each of shape (entries, 1)."""
+        """Return the step's scalars by name, each of shape (entries, 1)."""
         columns = self._fused_group.all_scalars(self._fused_group.scalars.to(self._fused_group.device))
         return dict(zip(self._spec.all_scalars, columns.clone()[:, None].unbind(2), strict=True))
 
     def _scalar_columns_without_decay(self) -> dict[str, Tensor]:
-        """The same as they would be without weight decay."""
+        """Return the step's scalars as they would be without weight decay."""
         group, scalars = self._fused_group, self._fused_group.scalars.clone()
         try:
             formula = self._optimizer.scalars
@@ -201,7 +201,7 @@ class FusedGroupUpdates:
             group.scalars.copy_(scalars)
 
     def _random_keys(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """The coming step's keys by random word."""
+        """Return the coming step's keys by random word."""
         group, segments = self._fused_group, self._fused_group.segments
         step = (group.counts.to(group.device)[:, None] + 1).to(torch.int32)
         streams = torch.zeros(len(group.entries), segments.streams.shape[1], dtype=torch.int64, device="cpu")
@@ -222,7 +222,7 @@ class FusedGroupUpdates:
 
 
 def _spacing_of_stored(weight: Tensor, dtype: torch.dtype, low_bits: Tensor | None) -> Tensor:
-    """The spacing of what is stored: of weights in `dtype`, of compensations, or of FP32 weights with remainders."""
+    """Return the spacing of stored values: weights in `dtype`, compensations, or FP32 weights with remainders."""
     if low_bits is None:
         return spacing(weight, dtype)
     return spacing(low_bits, low_bits.dtype) if low_bits.is_floating_point() else spacing(weight, torch.float32)

@@ -1,4 +1,4 @@
-"""Which parameters have had gradients in the measured steps, and of which of the others this is a mistake."""
+"""Records which parameters had gradients in the measured steps, and finds where a missing gradient is a mistake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ParameterGradients:
         in_optimizer: whether the optimizer steps it.
         in_model: whether it is in the model; true if the model is not known.
         present: whether it has had a gradient.
-        nonzero: whether it has had one that is not zero; False for those that the optimizer does not step.
+        nonzero: whether it has had a nonzero gradient; False for parameters that the optimizer does not step.
     """
 
     name: str
@@ -49,8 +49,8 @@ class GradientRecord:
     Attributes:
         steps: the number of measured steps.
         rows: the gradients of the optimizer's parameters, in its order, then those of trainable parameters that it
-            lacks, if it has more than half of them. An optimizer with fewer was given them on purpose: another one
-            trains the rest, or nothing does.
+            lacks, if it has more than half of them. An optimizer with fewer was given only these on purpose: another
+            one trains the rest, or nothing does.
 
     Args:
         names: the names of the optimizer's parameters.
@@ -72,10 +72,10 @@ class GradientRecord:
                 self.rows += [ParameterGradients(name, param, False, True) for name, param in left_out]
 
     def present_now(self, collector: GradientCollector | None) -> list[bool]:
-        """Which parameters have a gradient now, in the order of `rows`.
+        """Return which parameters have a gradient now, in the order of `rows`.
 
         Args:
-            collector: has taken gradients that are in `param.grad` no more.
+            collector: the collector whose gradients are no longer in `param.grad`.
         """
         taken = (lambda param: False) if collector is None else collector.has_taken
         return [row.param.grad is not None or taken(row.param) for row in self.rows]
@@ -84,7 +84,7 @@ class GradientRecord:
         """Add a measured step.
 
         Args:
-            present: what `present_now` has returned before it.
+            present: the result of `present_now` before the step.
             nonzero: for each parameter of the optimizer, whether its gradient was not zero.
         """
         self.steps += 1
@@ -117,8 +117,8 @@ class GradientRecord:
             f"{no_gradient} and are not in the model",
             "Build the optimizer after what replaces parameters, such as model.resize_token_embeddings",
         )
-        if missing:  # seldom, and names take time
-            # What a task does not use are last layers; what `detach()` cuts off are first ones.
+        if missing:  # rarely, and names take time
+            # A task leaves last layers unused, and `detach()` cuts off first layers.
             last_layer: dict[str, int] = defaultdict(lambda: -1)  # that has had a gradient, by pattern of names
             for pattern, layer in ((name_pattern(row.name), layer_number(row.name)) for row in ours if row.present):
                 last_layer[pattern] = max(last_layer[pattern], layer)

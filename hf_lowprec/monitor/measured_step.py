@@ -22,14 +22,14 @@ class ParameterBlock:
     """Parameters that are measured together: of one dtype, device and sharding, stepped by one formula.
 
     Attributes:
-        rows: their rows.
+        rows: the rows of the parameters.
         samples: their samples.
-        sharding: over which ranks they are sharded.
-        updates: the exact updates; None if they are FP32, have no gradient, or another library steps them.
+        sharding: the ranks over which they are sharded.
+        updates: the exact updates; None if the parameters are FP32 or have no gradient, or another library steps them.
 
     Args:
         watched: all parameters.
-        rows: the rows of this block's.
+        rows: the rows of this block's parameters.
         weights: this rank's shards.
     """
 
@@ -40,12 +40,12 @@ class ParameterBlock:
         self.samples = ParameterSamples(weights, watched.sample_size)
         self.sharding = sharding_of(watched.params[rows[0]])
         self.updates: FusedGroupUpdates | None = None
-        self._nonzero_grad: Tensor | None = None  # None if nobody looked
+        self._nonzero_grad: Tensor | None = None  # None if not checked
         self._before: tuple[Tensor, Tensor] | None = None
         self._first: tuple[torch.dtype | None, Tensor] | None = None
 
     def look_for_gradients(self, grads: list[Tensor]) -> None:
-        """Find out which of the gradients are not zero, unless each parameter has had one before."""
+        """Find out which gradients are not zero, unless each parameter has had a nonzero one before."""
         seen = [self._watched.gradients.rows[row].nonzero for row in self.rows]
         if all(seen):
             return
@@ -56,12 +56,12 @@ class ParameterBlock:
         self._nonzero_grad = nonzero.double()
 
     def record_values(self, grads: list[Tensor]) -> None:
-        """Before a step whose updates are not known: record what is stored, and which elements have a gradient."""
+        """Record, before a step with unknown updates, what is stored and which elements have a gradient."""
         weight = self.samples.gather(self._weights, "weight")
         self._before = fp64_value(weight, self._low_bits()), self.samples.gather(grads) != 0
 
     def finish_step(self) -> Tensor:
-        """The sums of the step that was taken, FP64 of shape (parameters, len(SUMS)); then forget it."""
+        """Return the sums of the finished step, FP64 of shape (parameters, len(SUMS)), and forget the step."""
         per_sample = self.samples.elements_per_sample
         table = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=per_sample.device)
         stored_weight, low_bits = self.samples.gather(self._weights, "weight"), self._low_bits()
@@ -87,7 +87,7 @@ class ParameterBlock:
         return self.samples.gather(shards, "low bits") if len(shards) == len(self.rows) else None
 
     def _first_values(self, low_bits: Tensor | None) -> Tensor:
-        """The sampled weights when training began plus the first low bits of the present dtype, FP64."""
+        """Return the sampled weights when training began plus the first low bits of the present dtype, FP64."""
         dtype = None if low_bits is None else low_bits.dtype
         if self._first is None or self._first[0] != dtype:
             weights, known = self._watched.first_weights, self._watched.first_low_bits
@@ -98,18 +98,18 @@ class ParameterBlock:
 
 
 class MeasuredStep:
-    """One step, measured block by block: first the blocks are added, and after the step they are summed up.
+    """One step, measured block by block: the blocks are added before the step, and summed up after it.
 
     Attributes:
-        number: of the step.
+        number: the number of the step.
         with_decay: whether the weight decay is measured.
-        learning_rates: those of the parameter groups.
+        learning_rates: the learning rates of the param groups.
         gradients: which parameters have one, see `GradientRecord.present_now`.
-        blocks: what is measured together.
+        blocks: the parameters that are measured together.
         fused_blocks: the blocks of one of our optimizers, by fused group.
         stepped: rows of the parameters that one of our optimizers steps.
         sums: the rows of each block with their sums, after the step.
-        enabled: whether the step is taken, a bool scalar on its device; None is yes.
+        enabled: whether the step is taken, a bool scalar on its device; None means yes.
 
     Args:
         watched: the optimizer's parameters.
@@ -181,7 +181,7 @@ class MeasuredStep:
             self.blocks.append(block)
 
     def sum_up(self, across_ranks: bool) -> None:
-        """After the step: compare what it has changed with the exact updates."""
+        """Compare, after the step, what it has changed with the exact updates."""
         for block in self.blocks:
             sums = block.finish_step()
             if across_ranks:

@@ -1,7 +1,7 @@
-"""Watches an optimizer: measures, at chosen steps, what of a step the stored weights and states take in.
+"""Watches an optimizer: measures, at chosen steps, how much of a step reaches the stored weights and states.
 
-Before the step, the exact change of a sample of the weights is computed, if the optimizer is ours; after it, the change
-of what is stored. Hooks of the optimizer call both, so what is measured is what really happened.
+If the optimizer is ours, the exact change of a sample of the weights is computed before the step; the change of what is
+stored is computed after it. Both are called by hooks of the optimizer, so real steps are measured.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
 
 DECAY_EVERY = 8
-"""Steps between measurements of the weight decay, which cost as much as all others."""
+"""Steps between measurements of the weight decay, each of which costs as much as all others."""
 REMEMBERED = 0.97
-"""The factor by which earlier measurements of the weight decay lose weight; some thirty of them count."""
+"""The factor by which each measurement of the weight decay discounts earlier ones; some thirty of them count."""
 
 _DECAY = slice(COLUMN["weight_decay_square"], COLUMN["weight_decay_square"] + len(SHARE_SUMS))
 
@@ -43,9 +43,9 @@ class PrecisionMonitor:
     print(monitor.last.by_kind["all"]["lost_updates"], *monitor.findings(), sep="\\n")
     ```
 
-    Any `torch.optim.Optimizer` can be watched. For those of this package, the exact update is computed by their
-    formula; of others, only the share of weights that changed is known, which is enough to tell if updates are lost.
-    A step with a closure, and one that `skip_nonfinite` skips, is not measured.
+    Any `torch.optim.Optimizer` can be watched. For optimizers of this package, the exact update is computed by their
+    formula; for others, only the share of weights that changed is known, which is enough to tell if updates are lost.
+    Steps with a closure, and steps that `skip_nonfinite` skips, are not measured.
 
     With `gradient_release`, parameters are measured when they are stepped, during the backward pass. Call
     `measure_next_step` before it.
@@ -54,11 +54,11 @@ class PrecisionMonitor:
 
     Args:
         optimizer: the optimizer, or Accelerate's wrapper of it.
-        model: the model, for the names and kinds of its parameters. Build the monitor where training begins: "moved"
+        model: the model, for the names and kinds of its parameters. Build the monitor when training begins: "moved"
             means moved since then.
         every: measure the first step and then every `every`-th. With 0, the default, only steps after a call of
             `measure_next_step` are measured.
-        across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
+        across_ranks: sum the numbers of sharded parameters over ranks; otherwise, they cover only this rank's shards.
         on_error: called with an error in a measurement, after which nothing more is measured. Without it, the step
             raises the error.
 
@@ -103,7 +103,7 @@ class PrecisionMonitor:
             self._remove_hooks.append(partial(calls.remove, before_part))
 
     def measure_next_step(self, number: int | None = None) -> None:
-        """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
+        """Measure the coming step. `number` is its number; by default, steps are counted from 1."""
         self._next_number = self.steps + 1 if number is None else number
         self._depth, self._begun, self._was_asked = 0, False, True
 
@@ -116,7 +116,7 @@ class PrecisionMonitor:
         return self._last
 
     def findings(self) -> list[Finding]:
-        """Warnings from the last measurement and the run up to it; empty for a healthy run.
+        """Return warnings from the last measurement and the run up to it; empty for a healthy run.
 
         Raises:
             RuntimeError: steps were taken, and the monitor was never asked to measure any.
@@ -124,7 +124,7 @@ class PrecisionMonitor:
         if self.steps and not self.every and not self._was_asked:
             raise RuntimeError(
                 f"PrecisionMonitor(every=0) was not asked to measure any of the {self.steps} steps so far; set "
-                "every=100 to measure each hundredth step, or call measure_next_step() before a step"
+                "every=100 to measure every hundredth step, or call measure_next_step() before a step"
             )
         if (precision := self.last) is None:
             return []
@@ -144,7 +144,7 @@ class PrecisionMonitor:
 
     @property
     def _steps_in_parts(self) -> bool:
-        """Whether parameters are measured part by part, before `step` is called."""
+        """True if parameters are measured part by part, before `step` is called."""
         return isinstance(self.optimizer, LowPrecisionOptimizer) and self.optimizer.gradients.stepped_in_parts
 
     def _watch_parameters(self) -> None:
@@ -157,7 +157,7 @@ class PrecisionMonitor:
     # The hooks.
 
     def _run_hook(self, name: str, *arguments: Any) -> None:
-        """Call the method `name`; after the first error, call none any more."""
+        """Call the method `name`, unless an earlier call has raised an error."""
         if self._failed:
             return
         try:
@@ -175,7 +175,7 @@ class PrecisionMonitor:
             self._depth = 1
         if self._depth > 1:
             return
-        # A closure computes the gradients only now.
+        # With a closure, the gradients are computed only now.
         has_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
         if not (self._begun and self._steps_in_parts):
             self._begin(has_closure)
@@ -190,7 +190,7 @@ class PrecisionMonitor:
 
     @without_grad
     def _before_part(self, plan: StepPlan) -> None:
-        """The optimizer is about to step the parameters of `plan` alone."""
+        """Measure the parameters of `plan`, which the optimizer is about to step alone."""
         if not self._begun:
             self._begin(has_closure=False)
         if self.steps == 0:
@@ -199,7 +199,7 @@ class PrecisionMonitor:
             self._running.add_plan(plan)
 
     def _begin(self, has_closure: bool) -> None:
-        """Begin a step: if it is to be measured, set `_running`."""
+        """Begin a step; if it will be measured, set `_running`."""
         self._begun = True
         self._running = None
         number, self._next_number = self._next_number, None
@@ -207,7 +207,7 @@ class PrecisionMonitor:
             number = self.steps + 1
         if number is None:
             return
-        if self._finished is not None:  # what adds up over measurements needs each of them
+        if self._finished is not None:  # sums over measurements need each of them
             self._evaluate(self._finished)
         self._finished = self._last = None
         if has_closure:
@@ -231,7 +231,7 @@ class PrecisionMonitor:
             if self._steps_in_parts:
                 running.add_rest()
                 self._fused_blocks = running.fused_blocks
-                # Gradients of the optimizer's parameters were released; those of others are there now.
+                # The gradients of the optimizer's parameters were released; those of other parameters exist now.
                 count = len(self._watched.params)
                 others = self._watched.gradients.present_now(None)[count:]
                 running.gradients = [row in running.stepped for row in range(count)] + others
@@ -270,6 +270,6 @@ class PrecisionMonitor:
 
 
 def _methods_of_a_step(cls: type[torch.optim.Optimizer]) -> int:
-    """How many methods a step may consist of, each of which runs the hooks: `step` may call that of a parent class."""
+    """Count the methods of a step, each of which runs the hooks: `step` may call a parent class's."""
     methods = {inspect.unwrap(vars(base)["step"]) for base in cls.__mro__ if "step" in vars(base)}
     return len(methods - {torch.optim.Optimizer.step})

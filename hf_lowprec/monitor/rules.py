@@ -3,10 +3,10 @@
 Whether it is measured during training, read from checkpoints or predicted, the same fault has the same code, words and
 limits.
 
-A share counts as lost if it is above one half by three standard errors. Rounding that is unbiased loses nothing on
-average, so it would have to be off by 0.5 plus three standard errors of chance. Rounding to nearest that still works
-(updates of a spacing or more) loses a few percent; where updates are below half a spacing it loses nearly all. Few runs
-are between the two, and they lose at least half of what they were meant to learn.
+A share counts as lost if it is above one half by three standard errors. Unbiased rounding loses nothing on average, so
+chance would have to add 0.5 plus three standard errors. Rounding to nearest that still works (updates of a spacing or
+more) loses a few percent; where updates are below half a spacing, it loses nearly all. Few runs are between the two,
+and they lose at least half of what they were meant to learn.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 from hf_lowprec.tensor_names import listed, parameter_kinds
 
 LOST = 0.5
-"""The share from which on something counts as lost, see above."""
+"""The share above which something counts as lost, see above."""
 STANDARD_ERRORS = 3
 FEW = 0.2
-"""The share of changed weights below which updates count as lost if they are not known. Where rounding to nearest loses
-half of them, about a quarter of the weights change, with Adam as with SGD."""
+"""The share of changed weights below which unknown updates count as lost. Where rounding to nearest loses half of the
+updates, about a quarter of the weights change, with Adam as with SGD."""
 FULL_GRADIENTS = ("attention", "mlp", "adapters", "other")
 """Kinds of parameters whose elements have gradients of about one size, unlike embeddings and heads with rare words."""
 
@@ -42,8 +42,8 @@ class Fault(NamedTuple):
     """A kind of finding.
 
     Attributes:
-        what: what is wrong; begins each message.
-        remedy: what to do, where that does not depend on how the fault was found.
+        what: what is wrong; each message begins with it.
+        remedy: what to do, if that does not depend on how the fault was found.
     """
 
     what: str
@@ -85,9 +85,9 @@ class Finding(NamedTuple):
     """Something that is wrong.
 
     Attributes:
-        code: names the kind of finding; stable, for programs.
+        code: the kind of finding; stable, for programs.
         message: what is wrong, why, and what to do.
-        tensors: the names of all tensors concerned; empty if it concerns the whole model.
+        tensors: the names of the affected tensors; empty if the whole model is affected.
     """
 
     code: str
@@ -99,13 +99,13 @@ class Finding(NamedTuple):
 
 
 def report(code: str, tensors: Iterable[str] | None, evidence: str, remedy: str | None = None) -> list[Finding]:
-    """A finding, or none if it is about tensors and there are none.
+    """Return a finding, or none if `tensors` is empty.
 
     Args:
         code: one of `FAULTS`.
-        tensors: the names of the tensors concerned; None if it concerns the whole model.
-        evidence: what shows the fault, without a period at the end. `{names}` in it stands for those of the tensors.
-        remedy: what to do, without a period at the end; None for that of `FAULTS`.
+        tensors: the names of the affected tensors; None if the whole model is affected.
+        evidence: what shows the fault, without a period at the end. `{names}` stands for the tensors' names.
+        remedy: what to do, without a period at the end; None for the remedy in `FAULTS`.
     """
     names = tuple(tensors or ())
     if tensors is not None and not names:
@@ -122,7 +122,7 @@ def is_lost(numbers: Mapping[str, float], name: str, more_than: float = LOST) ->
 
 
 def fp32_among_16_bits(matrices: Mapping[str, torch.dtype]) -> list[str]:
-    """The names of FP32 matrices, if more matrices are 16-bit.
+    """Return the names of FP32 matrices, if more matrices are 16-bit.
 
     Adapters, and the trained copies of modules that PEFT makes, are FP32 on purpose.
     """
@@ -134,18 +134,18 @@ def fp32_among_16_bits(matrices: Mapping[str, torch.dtype]) -> list[str]:
 
 
 def names_to_cast(model: nn.Module) -> set[str]:
-    """The names of the tensors that `cast_model` would cast. Entries of `keep_fp32` of earlier casts are respected."""
+    """Return the names of the tensors that `cast_model` would cast, given the `keep_fp32` of earlier casts."""
     return {tensor.name for tensor in make_plan(model).tensors if tensor.action == "cast"}
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, of which a step was measured.
+    """A run with a measured step.
 
     Attributes:
         optimizer: the optimizer.
         precision: the last measurement.
-        steps: how many steps the optimizer had taken then, since training began.
+        steps: how many steps the optimizer had taken by then, since training began.
         gradients: which parameters have had gradients in the measured steps.
         uncast_matrices: see `uncast_matrices`.
     """
@@ -164,7 +164,7 @@ class MeasuredRun:
         yield from self._weight_decay_lost()
         yield from self._norms_never_moved()
         yield from self._not_trained()
-        shown = "{names}, probably added after the cast, since none of its rules keeps them there"
+        shown = "{names}, probably added after the cast, since no rule of the cast keeps them in FP32"
         yield from report("left_in_fp32", self.uncast_matrices, shown)
 
     def _not_finite(self) -> list[Finding]:
@@ -206,10 +206,10 @@ class MeasuredRun:
         return numbers["changed"] < FEW and not rate_is_zero and self._rounds_to_nearest(numbers)
 
     def _rounds_to_nearest(self, numbers: dict[str, float]) -> bool:
-        """Return whether an optimizer of another library rounds to nearest. Those of torch and transformers do.
+        """Return whether an optimizer of another library rounds to nearest, as torch's and transformers' do.
 
         If few weights change in a step, rounding to nearest changes the same ones again and again. Stochastic rounding
-        and compensations get to the others in time.
+        and compensations change the others in time.
         """
         by_chance = 1 - math.exp(-self.steps * numbers["changed"])
         return _library(self.optimizer) in ("torch", "transformers") or 1 - numbers["never_moved"] < FEW * by_chance
@@ -221,7 +221,7 @@ class MeasuredRun:
         shown = f"{min(numbers['lost_second_moment'], 1):.0%} of its decay is lost in rounding ({self._description()})"
         remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
         if all(group["state_rounding"] != "nearest" for group in self.optimizer.param_groups):
-            # Rounded stochastically, only codes of 8 bits cannot decay.
+            # With stochastic rounding, only 8-bit codes cannot decay.
             shown += ". In 8 bits, it stays too large if gradients in the same row are about a million times larger"
             remedy = "Set state_dtype=exp_avg:int8|exp_avg_sq:bfloat16, also to resume"
         return report("second_moment_frozen", None, shown, remedy)
@@ -246,7 +246,7 @@ class MeasuredRun:
         return report("norms_never_moved", names, f"{shown} ({{names}}; {self._description()})")
 
     def _not_trained(self) -> list[Finding]:
-        """The first mistake of those that there are."""
+        """Return the first mistake in the gradients, if there is one."""
         findings = (report("not_trained", *mistake) for mistake in self.gradients.mistakes())
         return next(filter(None, findings), [])
 
@@ -254,7 +254,7 @@ class MeasuredRun:
         return f"step {self.precision.step} ({self._description()})"
 
     def _description(self) -> str:
-        """The optimizer, its rounding, and the largest learning rate of the measured step."""
+        """Describe the optimizer, its rounding, and the largest learning rate of the measured step."""
         optimizer, rate = self.optimizer, self.precision.learning_rate
         library = _library(optimizer)
         text = f"{'torch.optim' if library == 'torch' else library}.{type(optimizer).__name__}"
@@ -263,7 +263,7 @@ class MeasuredRun:
         return text if rate is None else f"{text}, learning rate {rate:g}"
 
     def _remedy(self) -> str:
-        """The remedy for lost updates. All modes but nearest lose only those that FP32 weights lose as well."""
+        """Return the remedy for lost updates. All modes but nearest lose only what FP32 weights lose as well."""
         groups, best = self.optimizer.param_groups, recommended_mode(self.precision.dtypes)
         if not isinstance(self.optimizer, LowPrecisionOptimizer):
             name = type(self.optimizer).__name__
@@ -282,12 +282,12 @@ def _library(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """Words with commas, and "and" before the last."""
+    """Join words with commas, and "and" before the last."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def uncast_matrices(model: nn.Module) -> list[str]:
-    """The names of trained FP32 matrices that `cast_model` would cast, if more of the trained matrices are 16-bit."""
+    """Return the names of trained FP32 matrices that `cast_model` would cast, if more trained matrices are 16-bit."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     wide = fp32_among_16_bits({name: p.dtype for name, p in params.items() if len(full_shape(p)) > 1})
     cast = names_to_cast(model) if wide else set()

@@ -5,10 +5,10 @@ plus the compensation if it has one), `Σ u·Δ / Σ u²` is the share of the ch
 regression of `Δ` on `u` without intercept. With error feedback, `u` includes what the momentum pays back. A lost share
 has two standard errors, of which the larger one is reported:
 
-- The one seen: that of the slope, whose residuals `e = Δ - u` have no common variance: `√Σ u²e² / Σ u²`.
+- The observed one: the error of the slope, whose residuals `e = Δ - u` have no common variance: `√Σ u²e² / Σ u²`.
 - The one that unbiased rounding would have: it rounds `u` to a neighbour at a distance of up to one spacing `s`, with
   variance `s²·f·(1-f)` where `f` is the fractional part of `u/s`. If all updates are far below the spacing, a sample
-  may contain no weight that moves, and what is seen has no variance at all although rounding is random. Where rounding
+  may contain no weight that moves, and then the observed variance is zero although rounding is random. Where rounding
   is known not to be random, this error is left out.
 
 Sums are FP64. A sampled element stands for `W` elements of its tensor, so that sums over the tensors of a model, and
@@ -38,20 +38,20 @@ SUMS = (
 )
 """The columns of a table of sums, which has one row for each tensor.
 
-- elements: the number of elements; never_moved: of those whose value is as it was when training began;
-- has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
+- elements: the number of elements; never_moved: the number whose value is the same as when training began;
+- has_gradient: 1 if the gradient exists and is not zero, checked until it was so once; else 0;
 - stepped: elements with a gradient that were stepped by an unknown update; changed: those of them that changed;
-- weight_square: of the weights that were stepped;
+- weight_square: the squares of the weights that were stepped;
 - update, second_moment, weight_decay: see `share_sums`.
 """
 COLUMN = {name: k for k, name in enumerate(SUMS)}
 
 LOST_SHARES = {"lost_updates": "update", "lost_second_moment": "second_moment", "lost_weight_decay": "weight_decay"}
-"""The shares that are lost, with the prefix of their sums. Each has an error, named like it plus `_error`."""
+"""The lost shares, with the prefix of their sums. The error of each has its name plus `_error`."""
 
 
 def share_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, elements_per_sample: Tensor) -> Tensor:
-    """The sums from which a lost share and its errors follow.
+    """Return the sums from which a lost share and its errors follow.
 
     Args:
         exact: the exact changes `u`, FP64 of shape (tensors, sample).
@@ -68,7 +68,7 @@ def share_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, elements_per_
 
 
 def _sums_of_shares(exact: Tensor, stored: Tensor, variance: Tensor | None, elements_per_sample: Tensor) -> Tensor:
-    """The sums of a share `Σ stored / Σ exact`, where unbiased rounding would give `stored` this variance."""
+    """Return the sums of a share `Σ stored / Σ exact`; unbiased rounding would give `stored` this variance."""
     sums = (
         exact.sum(1) * elements_per_sample,
         stored.sum(1) * elements_per_sample,
@@ -79,7 +79,7 @@ def _sums_of_shares(exact: Tensor, stored: Tensor, variance: Tensor | None, elem
 
 
 def unbiased_variance(change: Tensor, grid: Tensor) -> Tensor:
-    """The variance of a change of a stored value that is rounded to one of its two neighbours, without bias."""
+    """Return the variance of a stored change that is rounded to one of its two neighbours without bias."""
     steps = change.abs() / grid
     fraction = steps - steps.floor()
     return grid * grid * (fraction * (1 - fraction))
@@ -88,18 +88,18 @@ def unbiased_variance(change: Tensor, grid: Tensor) -> Tensor:
 def second_moment_sums(
     before: Tensor, exact: Tensor, stored: Tensor, grid: Tensor | None, elements_per_sample: Tensor
 ) -> Tensor:
-    """`share_sums` of the relative changes of second moments that decay, whose slope is the mean of `Δv/v` over `dv/v`.
+    """Return `share_sums` for relative changes of decaying second moments; the slope is the mean `Δv/v` over `dv/v`.
 
     Args:
         before: the second moments before the step, FP64 of shape (tensors, sample).
-        exact: those that the algorithm computed.
-        stored: those stored after the step.
+        exact: the second moments that the algorithm computed.
+        stored: the second moments stored after the step.
         grid: their spacing; None if rounding is not random.
         elements_per_sample: as for `share_sums`.
 
     Returns:
-        FP64 of shape (tensors, 4). Every element counts the same, so `square` holds the sum of `dv/v` and `product`
-        that of `Δv/v`.
+        FP64 of shape (tensors, 4). Every element counts the same, so `square` holds the sum of `dv/v`, and `product`
+        the sum of `Δv/v`.
     """
     decays = (exact < before) & (before > 0)
     scale = torch.where(decays, before, torch.inf).reciprocal()
@@ -109,7 +109,7 @@ def second_moment_sums(
 
 
 def precision_values(sums: Tensor) -> list[dict[str, float]]:
-    """The numbers that a table of sums amounts to.
+    """Compute the numbers of a step from a table of sums.
 
     Args:
         sums: FP64 of shape (rows, len(SUMS)), on the CPU.
@@ -144,11 +144,11 @@ class StepPrecision:
     | `lost_updates` | share of the weight changes that rounding lost: 0 none, 1 all |
     | `lost_second_moment` | share of the decay of second moments that rounding lost |
     | `lost_weight_decay` | share of the weight decay that rounding lost, over the last measurements |
-    | `never_moved` | share of weights whose value, low bits included, is what it was when training began |
-    | `update_to_weight` | root mean square of the update, with what error feedback pays back, over that of the weight |
+    | `never_moved` | share of weights whose value, low bits included, is the same as when training began |
+    | `update_to_weight` | root mean square of the update, error feedback included, over that of the weight |
     | `changed` | with an optimizer of another library: share of the weights with a gradient that the step changed |
 
-    The first three have a standard error each, such as `lost_updates_error`. Numbers that do not apply are absent.
+    Each of the first three has a standard error, such as `lost_updates_error`. Numbers that do not apply are absent.
 
     Attributes:
         step: the number of the step.
@@ -168,7 +168,7 @@ class StepPrecision:
 
     @cached_property
     def by_kind(self) -> dict[str, dict[str, float]]:
-        """The numbers by name, for each kind that the model has, and for `"all"` of it."""
+        """The numbers by name, for each kind of parameter in the model, and for `"all"`."""
         kinds = [kind for kind in PARAMETER_KINDS if kind in self.kinds]
         table = torch.zeros(len(kinds) + 1, self.sums.shape[1], dtype=torch.float64, device=self.sums.device)
         index = torch.tensor([kinds.index(kind) + 1 for kind in self.kinds], dtype=torch.int64, device=self.sums.device)
@@ -182,7 +182,7 @@ class StepPrecision:
         return dict(zip(self.names, precision_values(self.sums), strict=True))
 
     def values_of(self, rows: Sequence[int]) -> dict[str, float]:
-        """The numbers by name, for some of the tensors together."""
+        """Return the numbers by name, for some of the tensors together."""
         return precision_values(self.sums[list(rows)].sum(0, keepdim=True))[0]
 
     def __repr__(self) -> str:
@@ -191,5 +191,5 @@ class StepPrecision:
 
 
 def sum_over_steps(measured: Sequence[StepPrecision]) -> StepPrecision:
-    """The precision of several steps of one run as a whole; its step and learning rate are the last one's."""
+    """Return the precision of several steps of one run as a whole; its step and learning rate are the last one's."""
     return replace(measured[-1], sums=torch.stack([precision.sums for precision in measured]).sum(0))

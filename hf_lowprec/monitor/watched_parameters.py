@@ -23,13 +23,13 @@ SAMPLED_SHARE = 1 / 256
 Each sampled element is read from a cache line of its own, which makes it as expensive as a dozen elements of a step.
 """
 FEWEST, MOST = 1 << 13, 1 << 16
-"""Bounds of the number of elements in all samples together."""
+"""Bounds on the number of elements in all samples together."""
 SMALLEST, LARGEST = 64, 4096
-"""Bounds of the elements of a row, which have priority."""
+"""Bounds on the elements of a row, which have priority."""
 
 
 def row_size(tensors: int, elements: int) -> int:
-    """The number of elements of each row, for so many tensors with so many elements in total."""
+    """Return the number of elements per row, given the numbers of tensors and of all their elements."""
     budget = min(max(int(elements * SAMPLED_SHARE), FEWEST), MOST)
     return min(max(budget // max(tensors, 1), SMALLEST), LARGEST)
 
@@ -42,8 +42,8 @@ class ParameterSamples:
     each step, need new views.
 
     The spacing between the elements of a tensor has no factor in common with its number of columns, so that a sample
-    walks through all columns. Tensors with fewer elements than a row are taken whole, and the row is filled up with
-    zeros, which add nothing to sums.
+    covers all columns. Tensors with fewer elements than a row are sampled in full, and the row is padded with zeros,
+    which add nothing to sums.
 
     Attributes:
         strides: the spacing between the sampled elements of each parameter.
@@ -65,12 +65,12 @@ class ParameterSamples:
         self._views: dict[str, tuple[list[int], list[Tensor]]] = {}
 
     def gather(self, tensors: Sequence[Tensor], name: str | None = None) -> Tensor:
-        """The sampled elements.
+        """Gather the sampled elements.
 
         Args:
             tensors: one tensor for each parameter, of its shape; all of one dtype and device.
-            name: a name under which views of the tensors are kept for the next call; None for tensors that will have
-                been replaced by then.
+            name: a name under which views of the tensors are kept for the next call; None for tensors that will be
+                replaced before it.
 
         Returns:
             Matrix of shape (parameters, size) in the tensors' dtype, on the parameters' device.
@@ -89,7 +89,8 @@ class ParameterSamples:
 
         Args:
             tensors: one tensor for each parameter; all of one dtype.
-            places: `(row, positions) -> places` in a tensor of what belongs to the sampled elements of the parameter.
+            places: `(row, positions) -> places`: where a tensor holds the values for the sampled elements of the
+                parameter.
 
         Returns:
             Matrix of shape (parameters, size) in the tensors' dtype; zeros for padding.
@@ -100,7 +101,7 @@ class ParameterSamples:
         return matrix
 
     def gather_row(self, row: int, tensor: Tensor) -> Tensor:
-        """The sampled elements of one tensor, which has the shape of parameter number `row`; of shape (size)."""
+        """Return the sampled elements, of shape (size), of one tensor with the shape of parameter number `row`."""
         sample = tensor.reshape(-1)[:: self.strides[row]]
         return torch.nn.functional.pad(sample, (0, self._size - len(sample)))
 
@@ -120,11 +121,11 @@ class ParameterSamples:
 
     @cached_property
     def _is_padded(self) -> bool:
-        """Whether some tensors have fewer elements than the sample. Their rows are padded with zeros."""
+        """True if some tensors have fewer elements than a row. Their rows are padded with zeros."""
         return min(self.counts) < self._size
 
     def clear_padding(self, matrix: Tensor) -> Tensor:
-        """A matrix of samples with zeros (False) for padding."""
+        """Return a matrix of samples with zeros (False) for padding."""
         return matrix.masked_fill(self._padding, 0) if self._is_padded else matrix
 
     @cached_property
@@ -150,7 +151,7 @@ class ParameterSamples:
 
 
 def _stride(param: Tensor, size: int) -> int:
-    """The smallest spacing at which a row has room, without a factor in common with the number of columns."""
+    """Return the smallest spacing that fits a row and has no factor in common with the number of columns."""
     stride = max(-(-param.numel() // size), 1)
     if stride > 1 and param.dim() > 0:
         columns = param.shape[-1]
@@ -172,8 +173,8 @@ class WatchedParameters:
         row: the row of each.
         names: the name of each row.
         kinds: the kind of each row, see `tensor_names.py`.
-        is_cut: whether they are parts of parameters, others on each rank; see `FlatPart`.
-        sample_size: elements that are sampled of each.
+        is_cut: whether they are parts of parameters that differ between ranks; see `FlatPart`.
+        sample_size: the number of sampled elements of each.
         gradients: which of them have had gradients in measured steps.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
         first_low_bits: by row, the sampled compensations or remainders as they were then.
@@ -217,15 +218,15 @@ class WatchedParameters:
         return list(groups.values())
 
     def low_bits(self, row: int) -> Tensor | None:
-        """This rank's shard of the compensation or remainder that a parameter has now, if it has one."""
+        """Return this rank's shard of the compensation or remainder that a parameter has now, if any."""
         param = self.params[row]
         state = low_bits_state(self.optimizer.state.get(param, {}))
         return local_shard(state) if isinstance(state, Tensor) and state.shape == param.shape else None
 
     def record_first_low_bits(self, rows: Iterable[int] | None = None) -> None:
-        """Before a step: record the low bits of `rows`, or of all, that are new, or have a new dtype.
+        """Record, before a step, the low bits of `rows`, or of all, that are new or have a new dtype.
 
-        A parameter's first step creates them, and so does its first one in another rounding mode.
+        A parameter's first step creates them, as does its first step in another rounding mode.
         """
         new = {}
         for row in self.row.values() if rows is None else rows:
@@ -236,13 +237,13 @@ class WatchedParameters:
             self.first_low_bits |= self._samples(same_dtype, [new[row] for row in same_dtype])
 
     def _samples(self, rows: list[int], shards: list[Tensor]) -> dict[int, Tensor]:
-        """The samples of `shards`, by row, on the device of the parameters; states may be on the host."""
+        """Return the samples of `shards`, by row, on the parameters' device; states may be on the host."""
         matrix = ParameterSamples(shards, self.sample_size).gather(shards).to(self.params[rows[0]].device)
         return dict(zip(rows, matrix.unbind(), strict=True))
 
 
 def _plain_name(name: str) -> str:
-    """A parameter's name without the wrappers of DDP, torch.compile and activation checkpointing."""
+    """Strip the wrappers of DDP, torch.compile and activation checkpointing from a parameter's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")

@@ -1,4 +1,4 @@
-"""Optimizers whose weights are stored in 16 bits: one file per algorithm, one shell, several backends."""
+"""Optimizers whose weights are stored in 16 bits: one file per algorithm, a common base class, several backends."""
 
 from typing import TYPE_CHECKING
 

@@ -27,15 +27,15 @@ Update = Callable[..., Step]
 Formula = Callable[..., Tensor]
 
 _SMALLEST = 2.0**-100
-"""Below this, updates do not change a weight, and nothing is fed back: FP32 could not hold the factor."""
+"""Updates below this do not change a weight, and nothing is fed back: FP32 could not hold the factor."""
 LEAST_RATE = 0.1
 """The share of a schedule's `initial_lr` below which rounding errors are not fed back in full."""
 
 
 def coming_bias_correction(beta: float, step: Any) -> Any:
-    """The bias correction `1/(1-βᵗ)` of the steps after `step`, averaged with weights `βᵏ`, to within 2%.
+    """Return the bias correction `1/(1-βᵗ)` of the steps after `step`, averaged with weights `βᵏ`, to within 2%.
 
-    With an integral in place of the sum, `-log(1-z)/z` with `z = βᵗ⁺¹ᐟ²`, which does not become zero.
+    It replaces the sum with an integral, `-log(1-z)/z` with `z = βᵗ⁺¹ᐟ²`, which does not become zero.
     """
     decayed = beta ** (step + 0.5) + 1e-30
     return -(torch.log1p if isinstance(step, Tensor) else math.log1p)(-decayed) / decayed
@@ -53,7 +53,7 @@ class Algorithm(torch.optim.Optimizer):
     offload_gradients: bool = False
     clip: str = "exact"
     skipped_before: int
-    """Steps that `skip_nonfinite` had skipped when the states that were loaded were saved."""
+    """The number of steps that `skip_nonfinite` had skipped when the loaded states were saved."""
 
     update: ClassVar[Update]
     """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.
@@ -62,36 +62,36 @@ class Algorithm(torch.optim.Optimizer):
     """
 
     averaged_square: ClassVar[Formula | None] = None
-    """A static method with the arguments of `update`: the square whose average a factored state is. Where a parameter
-    has its means over rows and columns, formulas get the root of the average as the product of `state.row_factor` and
+    """A static method with the arguments of `update`: the square that a factored state averages. If a parameter has
+    means over rows and columns, formulas get the root of the average as the product of `state.row_factor` and
     `state.column_factor`."""
 
     feed_back: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
     """Error feedback (as ECO's, arXiv:2601.22101), a static method: `(error, state, scalars, **options) -> new states`.
 
-    It takes `error`, what stochastic rounding took from the weight in this step, and returns the momentum with which
-    the following steps add it again, in all. `state` has the new states, and `scalars.feedback` is from `feedback`.
-    None: the update is not linear in a momentum.
+    It takes `error`, what stochastic rounding took from the weight in this step, and returns a momentum with which the
+    following steps add all of it back. `state` has the new states, and `scalars.feedback` is from `feedback`. It is
+    None if the update is not linear in a momentum.
     """
 
     arguments: ClassVar[Mapping[str, Argument]] = {}
-    """What is valid for the algorithm's own arguments, where neither `COMMON` nor their default says it. Python's call
-    of `__init_subclass__` adds all others, and the `flags`."""
+    """Valid values of the algorithm's own arguments, if neither `COMMON` nor their default gives them.
+    `__init_subclass__` adds all others, and the `flags`."""
 
     named_defaults: ClassVar[dict[str, Any]] = {}
-    """Arguments with which an `optim=` string differs from the constructor, so that it agrees with Trainer's own."""
+    """Defaults of an `optim=` string that differ from the constructor's, so that it agrees with Trainer's own."""
 
     flags: ClassVar[tuple[str, ...]] = ()
-    """Boolean keys of parameter groups that the constructor does not take."""
+    """Boolean keys of param groups that the constructor does not take."""
 
     gradients: Any
     """Where gradients are before a step, see `gradients/`."""
 
     elements_at_once: float = math.inf
-    """Parameters that are alike are stepped in fused groups of at most so many elements."""
+    """The largest number of elements in a fused group of like parameters."""
 
     def __init_subclass__(cls) -> None:
-        """Complete `arguments`, and show the keywords that a constructor takes as `**shared` in its signature."""
+        """Complete `arguments`, and show in a constructor's signature the keywords that it takes as `**shared`."""
         cls.__signature__ = full_signature(cls)  # type: ignore[attr-defined]
         cls.arguments = complete_arguments(cls)
 
@@ -107,19 +107,19 @@ class Algorithm(torch.optim.Optimizer):
         raise NotImplementedError
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The states of parameters in `group`, in the order in which they are stored."""
+        """Return the states of parameters in `group`, in the order in which they are stored."""
         raise NotImplementedError
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The factors of step number `step` (from 1), computed in double precision. Each is cast to FP32 once."""
+        """Compute the factors of step `step` (from 1) in double precision. Each is cast to FP32 once."""
         raise NotImplementedError
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Static options of the formula. Each combination gets its own kernel."""
+        """Return the formula's static options. Each combination gets its own kernel."""
         return {}
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
-        """Formulas, by name, that take the arguments of `update`. It gets their means over the parameter as scalars."""
+        """Return formulas by name, with the arguments of `update`. It gets their means over a parameter as scalars."""
         return {}
 
     def orthogonalizes(self, group: ParamGroup) -> bool:
@@ -131,7 +131,7 @@ class Algorithm(torch.optim.Optimizer):
         return bool(self.tensor_means(group)) or any(state.factored for state in self.states(group))
 
     def momentum_decay(self, group: ParamGroup) -> float:
-        """The decay rate β of the momentum that `feed_back` changes; 0 without one."""
+        """Return the decay rate β of the momentum that `feed_back` changes; 0 without one."""
         return float(group["betas"][0]) if self.feed_back else 0.0
 
     def feeds_back(self, group: ParamGroup) -> bool:
@@ -141,14 +141,14 @@ class Algorithm(torch.optim.Optimizer):
         return possible and self.error_feedback is not False
 
     def feedback(self, group: ParamGroup, lr: float, factor: float = 1) -> dict[str, float]:
-        """The scalar `feedback` of `feed_back`, `(1-β)/(a·β)`; empty without error feedback.
+        """Return the scalar `feedback` of `feed_back`, `(1-β)/(a·β)`; empty without error feedback.
 
         A momentum that decays by β is added `a = lr·factor` times in a step, so it adds `a·β + a·β² + … = 1 / feedback`
-        in the steps to come, if the learning rate stays. If a schedule raises it again from almost zero, that would be
-        too much: so `lr` counts as at least `LEAST_RATE` of the schedule's `initial_lr`.
+        in the following steps, if the learning rate stays the same. If a schedule raises it again from almost zero,
+        that would be too much, so `lr` counts as at least `LEAST_RATE` of the schedule's `initial_lr`.
 
         Args:
-            group: the parameter group.
+            group: the param group.
             lr: its learning rate; a number, or an FP64 tensor.
             factor: see above.
         """
@@ -159,18 +159,18 @@ class Algorithm(torch.optim.Optimizer):
         return {"feedback": (added > _SMALLEST) / (added * (added > _SMALLEST) + (added <= _SMALLEST)) * (1 - decay)}
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if hyperparameters, each of which is valid by itself, do not go together."""
+        """Raise ValueError if hyperparameters that are valid by themselves cannot be combined."""
 
     def state_device(self, param: Tensor) -> torch.device:
-        """Where the states of `param` are."""
+        """Return the device of the states of `param`."""
         return torch.device("cpu") if self.offload_states else param.device
 
     def gradient_device(self, param: Tensor) -> torch.device:
-        """Where the gradient of `param` is in a step."""
+        """Return the device of the gradient of `param` in a step."""
         return torch.device("cpu") if self.offload_gradients else param.device
 
     def stored_states(self, group: ParamGroup, param: Tensor) -> tuple[State, ...]:
-        """The algorithm's states that `param` has and, if it is low-precision, those of the rounding mode."""
+        """Return the algorithm's states that `param` has and, if it is low-precision, those of the rounding mode."""
         shape = full_shape(param)
         states = tuple(stored for state in self.states(group) for stored in state.of_shape(shape))
         return states if param.dtype == torch.float32 else states + MODES[group["rounding"]].auxiliary

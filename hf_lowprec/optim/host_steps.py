@@ -1,12 +1,12 @@
 """Steps on the host for parameters on a device.
 
 Parameters are stepped bucket by bucket: weights and gradients of a bucket are copied to the host, unless gradients are
-there already (`gradients/offload.py`). A thread steps them there by an ordinary backend of the CPU, and the new weights
-are copied back. Meanwhile the device computes, for example the rest of the backward pass, and the next bucket is
-copied. A few buckets share the host's staging memory in turn.
+there already (`gradients/offload.py`). A thread steps them there with an ordinary CPU backend, and the new weights are
+copied back. Meanwhile, the device computes, for example the rest of the backward pass, and the next bucket is copied. A
+few buckets share the host's staging memory in turn.
 
-The states never leave the host, so a parameter's states and its weight are always of the same step once `finish` has
-returned.
+The states never leave the host. Once `finish` has returned, a parameter's states and its weight belong to the same
+step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 
 BUCKET_ELEMENTS = 1 << 24
-"""A bucket that is stepped has at most this many elements, unless a single tensor is larger."""
+"""The largest number of elements of a bucket, unless a single tensor is larger."""
 SLOTS = 3
-"""Buckets that are on the host at once: one is fetched, one is stepped, and one is sent back."""
+"""The number of buckets on the host at once: one is fetched, one is stepped, and one is sent back."""
 _LINE = 64
 
 Pair = tuple[Tensor, Tensor]
-"""A target, and the source that is copied to it; of one shape and dtype."""
+"""A target, and the source that is copied to it, with the same shape and dtype."""
 
 
 def is_host(device: torch.device) -> bool:
@@ -40,9 +40,9 @@ def is_host(device: torch.device) -> bool:
 
 
 class DeviceCopies:
-    """Copies between the host and a device, on two streams of their own, so that they overlap with computation.
+    """Copies between the host and a device, on two separate streams, so that they overlap with computation.
 
-    The device is a GPU or another one whose module in torch has streams.
+    The device is a GPU, or another device whose torch module has streams.
 
     Args:
         device: the device.
@@ -54,11 +54,11 @@ class DeviceCopies:
         self._to_host, self._to_device = (self._module.Stream(device=device) for _ in range(2))
 
     def host_memory(self, size: int) -> Tensor:
-        """Memory on the host from which and to which copies are asynchronous; uint8 of shape (size)."""
+        """Allocate host memory for asynchronous copies in both directions; uint8 of shape (size)."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def fetch(self, pairs: Iterable[Pair]) -> Any:
-        """Copy from the device once what the current stream has been given so far is computed.
+        """Copy from the device once the current stream has finished its work so far.
 
         Returns:
             An event for `wait`. Sources may be freed at once, and targets may be read after it.
@@ -71,7 +71,7 @@ class DeviceCopies:
             return self._to_host.record_event()
 
     def send(self, pairs: Iterable[Pair]) -> Any:
-        """Copy to the device; returns an event for `wait`, after which sources may be written to."""
+        """Copy to the device, and return an event for `wait`, after which sources may be written to."""
         with self._module.device(self._device), self._module.stream(self._to_device):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -82,7 +82,7 @@ class DeviceCopies:
         event.synchronize()
 
     def order_after(self, event: Any) -> None:
-        """Let the current stream wait for an event, so that what it computes from now on may write to the sources."""
+        """Let the current stream wait for an event, so that its later work may write to the sources."""
         self._module.current_stream(self._device).wait_event(event)
 
     def make_visible(self) -> None:
@@ -94,7 +94,7 @@ class Slot:
     """Staging memory of one bucket at a time.
 
     Attributes:
-        done: the work on the bucket that has it; its result is the event after which its weights are sent.
+        done: the work on the current bucket; its result is the event after which the weights are sent.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Slot:
         self._memory: Tensor | None = None
 
     def tensors(self, layouts: Sequence[tuple[torch.dtype, torch.Size]], copies: DeviceCopies) -> list[Tensor]:
-        """Tensors of these dtypes and shapes in the slot's memory, which grows if they need more."""
+        """Return tensors of these dtypes and shapes in the slot's memory, which grows if necessary."""
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in layouts]
         starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
         needed, memory = starts[-2] + sizes[-1], self._memory
@@ -115,7 +115,7 @@ class Slot:
 
 
 class HostSteps:
-    """The thread that steps buckets on the host, and their staging memory, of one optimizer."""
+    """One optimizer's thread that steps buckets on the host, and its staging memory."""
 
     def __init__(self) -> None:
         self._slots = itertools.cycle([Slot() for _ in range(SLOTS)])
@@ -124,23 +124,23 @@ class HostSteps:
         self._running: list[Future[Any]] = []
 
     def copies(self, device: torch.device) -> DeviceCopies:
-        """The copies of `device`."""
+        """Return the copies to and from `device`."""
         if device not in self._copies:
             self._copies[device] = DeviceCopies(device)
         return self._copies[device]
 
     def next_slot(self) -> Slot:
-        """The slot of the next bucket."""
+        """Return the slot of the next bucket."""
         return next(self._slots)
 
     def submit(
         self, copies: DeviceCopies, slot: Slot, to_fetch: Iterable[Pair], work: Callable[[], Iterable[Pair]]
     ) -> Any:
-        """Copy to the host, have the thread do `work` on it, and copy back what that returns.
+        """Copy to the host, run `work` in the thread, and copy back what it returns.
 
         Args:
-            copies: of the device.
-            slot: the staging memory that is used; waits for the work on the bucket that has it.
+            copies: the copies to and from the device.
+            slot: the staging memory to use, once the work on its current bucket is done.
             to_fetch: what is copied to the host.
             work: called in the thread; returns what is copied to the device.
 
@@ -148,7 +148,7 @@ class HostSteps:
             The event after which everything is on the host.
 
         Raises:
-            RuntimeError: the work on the bucket before it has failed.
+            RuntimeError: the work on the slot's earlier bucket has failed.
         """
         if slot.done is not None:
             if slot.done.exception() is not None:
@@ -168,13 +168,13 @@ class HostSteps:
         return fetched
 
     def finish(self) -> None:
-        """Wait until all work is done; what the device computes from now on sees the new weights.
+        """Wait until all work is done; later computations on the device see the new weights.
 
         Raises:
             RuntimeError: a copy or a step failed. Some buckets have been stepped, and others have not.
         """
         running, self._running = self._running, []
-        wait(running)  # for all of them, also if one has failed
+        wait(running)  # for all of them, even if one has failed
         for done in running:
             done.result()
         if running:
@@ -187,7 +187,7 @@ class OffloadedStep(BackendStep):
 
     Args:
         fused_group: the parameters, on a device; its entries' states are on the host.
-        host_steps: of the optimizer.
+        host_steps: the optimizer's thread and staging memory.
         build: builds the step of a fused group on the host.
         gradients_on_host: whether gradients are on the host, too.
     """
@@ -218,20 +218,20 @@ class OffloadedStep(BackendStep):
         self._step = build(self._on_host)
 
     def run(self, entries: range) -> None:
-        """Have all entries stepped on the host, unless the step is skipped."""
+        """Step all entries on the host, unless the step is skipped."""
         assert entries == range(len(self._weights)), "groups are not stepped in parts here"
         if not self.fused_group.skipped:
             self._host_steps.submit(self._copies, self._slot, self._to_fetch(), self.step_on_host)
 
     def square_sum(self) -> Tensor:
-        """The sum of the squares of the group's gradients; FP64 scalar on their device."""
+        """Return the sum of the squares of the group's gradients, an FP64 scalar on their device."""
         if self._staged_grads:
             return super().square_sum()
         self._set_gradients(self._grads())
         return self._step.square_sum().to(self.fused_group.device)
 
     def tensor_sums(self) -> Tensor:
-        """Not there: algorithms that need whole tensors are refused."""
+        """Raise an error: algorithms that need whole tensors are not supported."""
         raise NotImplementedError
 
     def _grads(self) -> list[Tensor]:
@@ -241,7 +241,7 @@ class OffloadedStep(BackendStep):
         self._on_host.set_gradients(grads, list(map(Tensor.data_ptr, grads)))
 
     def _to_fetch(self) -> list[Pair]:
-        """Take the gradients and scalars of the coming step; return what is to be copied to the host before it."""
+        """Take the gradients and scalars of the coming step; return what must be copied to the host first."""
         group, grads = self.fused_group, self._grads()
         self._on_host.counts.copy_(group.counts)
         self._on_host.scalars.copy_(group.scalars)
@@ -256,17 +256,17 @@ class OffloadedStep(BackendStep):
         return pairs
 
     def step_on_host(self) -> list[Pair]:
-        """Step what was copied to the host; return what is to be copied back."""
+        """Step what was copied to the host; return what must be copied back."""
         self._step.run(range(len(self._weights)))
         return [*zip(self.fused_group.weights, self._weights, strict=True)]
 
 
 def staging_bytes(params: Iterable[Tensor], gradients_on_host: bool) -> int:
-    """How many bytes the staging memory of these parameters takes at most, with gradients of their dtypes.
+    """Return the largest size of these parameters' staging memory in bytes, with gradients of their dtypes.
 
     Args:
         params: the parameters.
-        gradients_on_host: whether weights and gradients travel apart.
+        gradients_on_host: whether gradients are copied separately from weights.
     """
     elements = max(BUCKET_ELEMENTS, buckets.BUCKET_ELEMENTS if gradients_on_host else 0)
     largest = max((max(param.numel(), elements) * param.itemsize for param in params), default=0)
@@ -274,5 +274,5 @@ def staging_bytes(params: Iterable[Tensor], gradients_on_host: bool) -> int:
 
 
 def _rounded(size: int) -> int:
-    """The next power of two. Torch rounds pinned memory in this way (`CachingHostAllocator.h`, `allocate`)."""
+    """Round up to a power of two, as torch does for pinned memory (`CachingHostAllocator.h`, `allocate`)."""
     return 1 << max(size - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""The optimizer that every algorithm is a subclass of: parameter groups, steps, clipping and checkpoints.
+"""The base class of every algorithm's optimizer: param groups, steps, clipping and checkpoints.
 
 An algorithm defines its states, its scalars and its formula (see `Algorithm`). Rounding, state dtypes, backends and
 checkpoints are written here and below, once for all algorithms.
@@ -36,7 +36,7 @@ class LowPrecisionOptimizer(StepStages):
     All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the
     update. FP32 parameters are updated with the plain FP32 algorithm and FP32 states.
 
-    Arguments and options of groups may be text, see `Argument.value_of`; attributes and groups hold Python values.
+    Arguments and group options may be text, see `Argument.value_of`; attributes and groups hold Python values.
 
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
@@ -47,41 +47,41 @@ class LowPrecisionOptimizer(StepStages):
             set per parameter group. Groups hold the long name.
         state_dtype: the dtype of the states of low-precision parameters: `torch.bfloat16`, `torch.float32` or
             `torch.int8` (codes of 8 bits, and a scale for each 32 elements of a row), or a mapping from state name to
-            dtype; None means BF16. With `torch.int8`, states that do not average over steps stay in BF16, and all
+            dtype; None means BF16. With `torch.int8`, states that do not average over steps stay in BF16, as do all
             states of parameters whose rows are not multiples of 32 elements.
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
             compensation. States in 8 bits are always rounded stochastically.
         seed: seed of the random bits. Replicas must share it.
-        first_parameter: index of the first parameter for the random bits; the parameters after it count up from there.
-            Default: 0, except that optimizers with a single parameter each are numbered in the order of construction;
-            pass 0 to make them draw the same bits. Optimizers with several parameters (for example, one per block) all
+        first_parameter: index of the first parameter for the random bits; later parameters count up from there. The
+            default is 0, but optimizers with a single parameter are numbered in the order of construction; pass 0 to
+            make them draw the same bits. Optimizers with several parameters (for example, one optimizer per block) all
             start at 0 and therefore draw the same bits. To give each its own bits, pass the total number of parameters
             in the optimizers before it: `first_parameter=sum(map(len, blocks[:k]))`, where `blocks` are the lists of
             parameters.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
         error_feedback: whether the momentum lets the next steps add what stochastic rounding takes from a weight, so
-            that a weight stays within about a spacing of the exact one, however many steps there are. None: wherever
-            that is possible, with `rounding="stochastic"` and an update that is linear in a momentum. False: nowhere,
-            as in the papers.
+            that a weight stays within about a spacing of the exact one, however many steps there are. None means
+            wherever possible: with `rounding="stochastic"` and an update that is linear in a momentum. False means
+            nowhere, as in the papers.
         max_grad_norm: clip by the global FP32 norm of all gradients inside the step, without modifying `p.grad`. None
             does not clip.
         skip_nonfinite: skip steps whose gradient norm is not finite, leaving weights and states unchanged;
             `skipped_steps` counts them.
         gradient_release: step parameters during the backward pass, a few at a time, and free their gradients, so that
-            those of the whole model never exist at once; `step()` steps the rest. Weights and states are those of the
-            ordinary step, bit for bit. See `gradients/release.py` for what it excludes.
-        clip: `"exact"`: `max_grad_norm` clips by the norm of the step's own gradients. `"delayed"`, only with
-            `gradient_release`: by the norm of the step before. The first step is not clipped.
+            the gradients of the whole model never exist at once; `step()` steps the rest. Weights and states equal
+            those of the ordinary step bit for bit. See `gradients/release.py` for what it excludes.
+        clip: with `"exact"`, `max_grad_norm` clips by the norm of the step's own gradients. With `"delayed"`, which
+            needs `gradient_release`, it clips by the norm of the step before; the first step is not clipped.
         offload_states: keep the states of parameters on a GPU in host memory, and step them there, see `host_steps.py`.
-            Weights and states are those of the ordinary step, bit for bit. Only for algorithms that step each element
-            by itself.
-        offload_gradients: only with `offload_states`: move gradients to host memory during the backward pass, as soon
-            as they are final, and free them on the GPU. There they are added up over micro-batches and wait for
+            Weights and states equal those of the ordinary step bit for bit. This needs an algorithm that steps each
+            element by itself.
+        offload_gradients: move gradients to host memory during the backward pass, as soon as they are final, and free
+            them on the GPU; needs `offload_states`. On the host, they are added up over micro-batches and wait for
             `step()`, which frees them, so that `max_grad_norm` clips by the norm of the step's own gradients.
 
     Raises:
-        TypeError: a keyword is unknown. For torch's `foreach`, `fused`, `capturable` and `differentiable`, and a few
-            of other libraries, the message says why it is not needed and what to use instead.
+        TypeError: a keyword is unknown. For torch's `foreach`, `fused`, `capturable` and `differentiable`, and for a
+            few keywords of other libraries, the message says why it is not needed and what to use instead.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
     """
@@ -114,7 +114,7 @@ class LowPrecisionOptimizer(StepStages):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform a single optimization step. Ctrl-C and other signals are handled before or after it, never during it.
 
-        With `gradient_release`, step the parameters that the backward pass has left, and end the step.
+        With `gradient_release`, this steps the parameters that the backward pass has left, and ends the step.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -127,9 +127,9 @@ class LowPrecisionOptimizer(StepStages):
                 `clip_grad_norm_`; or the memory of a tensor was freed. Weights and states are left unchanged.
             ValueError: a group was given an unsupported mode or dtype. Weights and states are left unchanged.
             torch.OutOfMemoryError: weights and states are left unchanged, so the step can be repeated, unless memory
-                runs out after the first matrix of `Muon`, or the first chunk of the `eager` backend. The largest is the
-                first, so this happens only if others take memory at the same time, or if it is fragmented. Then some
-                have been stepped, others have not, and training has to resume from a checkpoint.
+                runs out after the first matrix of `Muon`, or the first chunk of the `eager` backend. The largest comes
+                first, so this happens only if other code takes memory at the same time, or if memory is fragmented.
+                Then some parameters have been stepped and others not, and training must resume from a checkpoint.
         """
         loss = None
         if closure is not None:
@@ -163,7 +163,10 @@ class LowPrecisionOptimizer(StepStages):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that `skip_nonfinite` has skipped, before a resume too. Reading it synchronizes with the device."""
+        """The number of steps that `skip_nonfinite` has skipped, including those before a resume.
+
+        Reading it synchronizes with the device.
+        """
         return self.skipped_before + int(self.clipping.skipped_steps or 0)
 
     @never_compiled
@@ -198,7 +201,7 @@ class LowPrecisionOptimizer(StepStages):
 
         Raises:
             RuntimeError: gradients were changed or added after an earlier call; or they are released during the
-                backward pass, and `clip` is not "delayed". With "delayed", the parameters that are left are stepped.
+                backward pass, and `clip` is not "delayed". With "delayed", the remaining parameters are stepped.
             ValueError: `max_norm` is not a number above 0; or with `clip="delayed"`, it is not `max_grad_norm`.
         """
         if max_norm != math.inf:
@@ -209,19 +212,19 @@ class LowPrecisionOptimizer(StepStages):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self.clipping.pending = None
-        self.finish_host_steps()  # of a step that was not ended
+        self.finish_host_steps()  # in case a step was not ended
         undecorated(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         self.gradients.zero(set_to_none)
 
     @never_compiled
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.
+        """Add a param group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.
 
         Raises:
             ValueError: a hyperparameter, mode, dtype or parameter is not supported, or there are no `params`.
         """
         if isinstance(param_group, dict) and param_group.get("params") is None:
-            raise ValueError(f"param group {len(self.param_groups)} has no 'params', its parameters")
+            raise ValueError(f"param group {len(self.param_groups)} has no 'params', the parameters to train")
         undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             group = self.param_groups[-1]
@@ -256,11 +259,11 @@ class LowPrecisionOptimizer(StepStages):
         State of torch's Adam, AdamW, RAdam, SGD and Muon, and of transformers' Adafactor, is converted; a warning says
         so.
 
-        As in torch, the saved options replace those of this optimizer; a warning names those that differ. This
-        optimizer keeps its rounding mode: states of another one are converted before the next step. It keeps a
-        `state_dtype` other than None, and with 8 bits its `state_rounding`: saved states are converted, rounded to
-        nearest; else they keep their dtypes. Compensations and remainders are copied; other states may share memory
-        with `state_dict`, as in torch. Keys that an earlier version did not save get their defaults.
+        As in torch, the saved options replace this optimizer's; a warning names those that differ. This optimizer keeps
+        its rounding mode: states of another mode are converted before the next step. It keeps a `state_dtype` other
+        than None, and with 8 bits its `state_rounding`: saved states are then converted and rounded to nearest;
+        otherwise, they keep their dtypes. Compensations and remainders are copied; other states may share memory with
+        `state_dict`, as in torch. Keys that an earlier version did not save get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
@@ -272,14 +275,14 @@ class LowPrecisionOptimizer(StepStages):
         self.clipping.norm_before, *_ = [group.pop(NORM_BEFORE, 0.0) for group in self.param_groups]
 
     def __getstate__(self) -> dict[str, Any]:
-        self.gradients.check_between_steps("copy or pickle")
+        self.gradients.check_between_steps("copying or pickling")
         states = self.state.copy()
         zero_low_bits_of_other_weights(states, ((param, param) for param in params_of(self)))
         return {
             **super().__getstate__(),
             NORM_BEFORE: float(self.clipping.norm_before),
             "state": states,
-            # Of weights not stepped yet: torch leaves out the attributes of a parameter when it is copied deeply.
+            # For weights not stepped yet: deep copies of parameters lose their attributes.
             "low_bits": [*map(low_bits_to_save, params_of(self))],
             "skipped_before": self.skipped_steps,
             **{name: getattr(self, name) for name in (*arguments.EXECUTION_ARGUMENTS, "grad_norm")},

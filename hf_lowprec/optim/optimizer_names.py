@@ -24,8 +24,8 @@ OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algori
 def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
     """Return the optimizer class and keyword arguments that an `optim=` string stands for.
 
-    Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds no keyword arguments of its own, so pass
-    `lr` here. Set `weight_decay` in `TrainingArguments`: Trainer writes it into every param group.
+    Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds no keyword arguments, so pass `lr` here.
+    Set `weight_decay` in `TrainingArguments`: Trainer writes it into every param group.
 
     Args:
         name: one of `OPTIMIZER_NAMES`.
@@ -56,7 +56,7 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
 
 
 def nearest_name(name: str, valid: Iterable[str]) -> str | None:
-    """The name among `valid`, which contains ours, that `name` may stand for: of the same algorithm, if it has one."""
+    """Return the name in `valid`, which contains ours, that `name` may stand for, of the same algorithm if possible."""
     words = name.lower().replace("-", "_")
     algorithm, _, suffix = words.partition("bf16")
     algorithm, suffix = algorithm.strip("_"), suffix.strip("_")
@@ -65,7 +65,7 @@ def nearest_name(name: str, valid: Iterable[str]) -> str | None:
         if near not in OPTIMIZER_NAMES or suffix:
             return near
         algorithm = near.partition("_bf16_")[0]
-    # "split" where nothing is like the mode that was meant.
+    # "split" if no mode is similar to the one that was meant.
     mode = difflib.get_close_matches(suffix, [*SUFFIXES, *SUFFIXES.values()], n=1) or ["split"]
     return next(f"{algorithm}_bf16_{short}" for short, full in SUFFIXES.items() if mode[0] in (short, full))
 

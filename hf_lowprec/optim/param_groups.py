@@ -1,9 +1,9 @@
 """The parameters of an optimizer, which may be wrapped, and the numbers of its parameters.
 
-A parameter's number selects its random bits (see `random_bits`). It is the parameter's position in the optimizer, which
-would be 0 for every parameter that has its own optimizer, such as those that step during the backward pass: all would
-round alike, and their errors would add up instead of averaging out. Optimizers of one parameter are therefore numbered
-in the order of construction.
+A parameter's number selects its random bits (see `random_bits`). It is the parameter's position in the optimizer. For
+parameters that have an optimizer each, such as to step during the backward pass, it would always be 0: all would round
+alike, and their errors would add up instead of averaging out. Optimizers of one parameter are therefore numbered in the
+order of construction.
 
 Optimizers of several parameters all start at 0, so that two runs in one process can be compared.
 """
@@ -24,14 +24,14 @@ from hf_lowprec.optim.arguments import SHARED
 from hf_lowprec.optim.sharding import flat_part
 
 _MOST_WRAPPERS = 4
-"""accelerate's and DeepSpeed's are three. A `Mock` has any number of them."""
+"""The largest number of wrappers: accelerate and DeepSpeed have three. A `Mock` has any number of them."""
 
 _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return anything else, None too, unchanged.
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers; return all else, including None, unchanged.
 
     The argument is untyped because this layer may not import accelerate.
     """
@@ -42,19 +42,19 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def params_of(optimizer: torch.optim.Optimizer, param_ids: Set[int] | None = None) -> list[Tensor]:
-    """The parameters of the optimizer, in its order; with `param_ids`, those with these identities."""
+    """Return the optimizer's parameters in its order; with `param_ids`, only those with these identities."""
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     return params if param_ids is None else [param for param in params if id(param) in param_ids]
 
 
 def number_if_single(optimizer: Algorithm) -> None:
-    """Let a new optimizer with a single parameter draw other random bits than those of its kind before it.
+    """Let a new optimizer with a single parameter draw other random bits than earlier ones of its kind.
 
-    Its `first_parameter` becomes the number of those before it; the default, 0, is left out.
+    Its `first_parameter` becomes the number of earlier ones; the default, 0, is left out.
     """
     if [len(group["params"]) for group in optimizer.param_groups] != [1]:
         return
-    # Optimizers of different kinds belong to runs that are compared, so they must draw the same bits.
+    # Optimizers of different kinds belong to runs that are being compared, so they must draw the same bits.
     settings = {**vars(optimizer), **optimizer.defaults}
     kind = (type(optimizer), *(str(settings.get(name)) for name in SHARED), isinstance(settings["lr"], Tensor))
     before = _constructed[kind]
@@ -64,12 +64,12 @@ def number_if_single(optimizer: Algorithm) -> None:
 
 
 def reset_numbers() -> None:
-    """Start at 0 again. Called in every step: optimizers constructed after a step belong to another run."""
+    """Restart the numbers at 0. Every step calls this: optimizers constructed after a step belong to another run."""
     _constructed.clear()
 
 
 def number_of(param: Tensor, position: int, group: ParamGroup) -> int:
-    """The number of a parameter, which selects its random bits.
+    """Return the number of a parameter, which selects its random bits.
 
     Args:
         param: the parameter.

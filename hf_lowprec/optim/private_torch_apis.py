@@ -1,8 +1,8 @@
 """The private names of torch that every step needs, each behind one function.
 
-For DTensors, the public ways cost more than the rest of a step: `to_local()` of a parameter makes a new view each time,
-1 µs against 0.03 µs. `tests/optim/test_private_torch_apis.py` fails if a version of torch changes what these functions
-rely on.
+For DTensors, the public APIs cost more than the rest of a step: `to_local()` makes a new view each time, which takes
+1 µs instead of 0.03 µs. `tests/optim/test_private_torch_apis.py` fails if a version of torch changes what these
+functions rely on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _Result = TypeVar("_Result")
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's part of each DTensor, the tensor that it holds and not a view of it; plain tensors as they are."""
+    """Return this rank's part of each DTensor, not a view of it; return plain tensors as they are."""
     return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
 
 
 def dtensor_specs(tensors: Sequence[Tensor]) -> list[Any]:
-    """For each DTensor, the object that describes its mesh, placements, shape and dtype; None for plain tensors.
+    """Return the object that describes the mesh, placements, shape and dtype of each DTensor; None for plain tensors.
 
     A DTensor never changes this object. FSDP2 gives all gradients of a parameter the same one.
     """
@@ -37,24 +37,24 @@ def dtensor_specs(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def backward_pass() -> int | None:
-    """The number of the backward pass that is running in this thread; None if none is."""
+    """Return the number of the backward pass running in this thread, or None."""
     number: int = torch._C._current_graph_task_id()
     return None if number < 0 else number
 
 
 def at_end_of_backward_pass(call: Callable[[], None]) -> None:
-    """Call `call` at the end of the backward pass that is running, unless that is interrupted."""
+    """Call `call` at the end of the running backward pass, unless it is interrupted."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def dtensor_of_shard(shard: Tensor, mesh: Any, placements: Sequence[Any], full: Tensor) -> Tensor:
-    """A DTensor whose part on this rank is `shard`, on whichever device it is; `DTensor.from_local` moves it to `mesh`.
+    """Return a DTensor whose part on this rank is `shard`, on its own device; `DTensor.from_local` would move it.
 
     Args:
         shard: this rank's part.
         mesh: the device mesh.
         placements: one for each dimension of `mesh`.
-        full: a tensor with the shape, strides and dtype of the full one.
+        full: a tensor with the shape, strides and dtype of the full tensor.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -64,10 +64,10 @@ def dtensor_of_shard(shard: Tensor, mesh: Any, placements: Sequence[Any], full: 
 
 
 def dtensor_of_blocks(blocks: list[Tensor], offsets: list[tuple[int, ...]], like: Any) -> Tensor:
-    """A DTensor like `like` that shows this rank's blocks to torch.distributed.checkpoint, which reads and writes them.
+    """Return a DTensor like `like` that shows this rank's blocks to torch.distributed.checkpoint.
 
     Args:
-        blocks: the parts of this rank's shard that are blocks of the full tensor, too; at least one.
+        blocks: the parts of this rank's shard that are also blocks of the full tensor; at least one.
         offsets: where each one begins in the full tensor.
         like: the DTensor.
     """
@@ -78,19 +78,19 @@ def dtensor_of_blocks(blocks: list[Tensor], offsets: list[tuple[int, ...]], like
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """A context in which subclasses of Tensor, as DTensor is, are asked for attributes without `__torch_function__`.
+    """Return a context in which attributes of Tensor subclasses (DTensor) are read without `__torch_function__`.
 
-    Outside of it, torch searches their classes for it, whatever is asked.
+    Outside it, torch searches their classes for `__torch_function__` at each access.
     """
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
 def without_grad(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`torch.no_grad()` as a decorator that switches autograd on again even if a signal's handler raises.
+    """Decorate like `torch.no_grad()`, but switch autograd on again even if a signal's handler raises.
 
-    Python runs such handlers when a Python function begins, and after a call. `torch.no_grad` is made of Python
-    functions, so Ctrl-C can end it between its switches and what undoes them. Here only a call of a C function is left.
+    Python runs signal handlers when a Python function begins, and after a call. `torch.no_grad` consists of Python
+    functions, so Ctrl-C can end it between switching autograd off and on. Here, only a call of a C function is left.
     """
 
     @functools.wraps(function)
@@ -106,9 +106,9 @@ def without_grad(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
 
 
 def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`torch.compiler.disable` that does not import the compiler, which takes as long as importing torch.
+    """Decorate like `torch.compiler.disable`, without importing the compiler, which takes as long as importing torch.
 
-    Nothing is compiled before somebody else imports it.
+    Nothing is compiled before other code imports it.
     """
     chosen = function
 
@@ -117,14 +117,14 @@ def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
         nonlocal chosen
         if chosen is function and "torch._dynamo" in sys.modules:
             chosen = torch.compiler.disable(function)
-            torch._dynamo.decorators.skip(call)  # else it is compiled itself
+            torch._dynamo.decorators.skip(call)  # otherwise, `call` itself is compiled
         return chosen(*args, **kwargs)
 
     return call
 
 
 def undecorated(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """A method of torch's optimizers without its decorator, which is like `never_compiled` but imports the compiler."""
+    """Return a method of torch's optimizers without its decorator, which imports the compiler."""
     return method.__wrapped__ if method.__code__ is _OF_DECORATOR else method  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """Shards: which elements of the full tensor this rank holds, and conversions between shard and full tensor.
 
 An element's random bits depend on its index in the full tensor (row-major), so a rank has to know the indices of its
-elements, whichever dimensions are sharded and however unevenly. Shards are those of DTensors, or parts of flattened
+elements, whichever dimensions are sharded and however unevenly. Shards belong to DTensors, or are parts of flattened
 parameters (`FlatPart`). Every function also accepts plain tensors.
 """
 
@@ -55,16 +55,16 @@ class ShardLayout(NamedTuple):
     """Where the elements of a rank's shard are in the full tensor.
 
     Attributes:
-        shape: of the shard.
-        blocks: which part of the shard is which part of the full tensor, as indices; strided placements have several.
-            Those of a 1-D shard are indices of the flattened tensor.
+        shape: the shape of the shard.
+        blocks: indices of parts of the shard, and of the same parts in the full tensor; strided placements have
+            several. Blocks of a 1-D shard are indices of the flattened tensor.
     """
 
     shape: torch.Size
     blocks: list[tuple[tuple[slice, ...], tuple[slice, ...]]]
 
     def cut(self, full: Tensor) -> Tensor:
-        """The contiguous shard of the tensor `full`."""
+        """Cut the contiguous shard from the tensor `full`."""
         shard, full = full.new_empty(self.shape), full.view(-1) if len(self.shape) == 1 else full
         for local, place in self.blocks:
             shard[local] = full[place]
@@ -115,41 +115,41 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def set_flat_part(tensor: Tensor, part: FlatPart) -> None:
-    """Say which elements of a parameter the 1-D `tensor` holds."""
+    """Set which elements of a parameter the 1-D `tensor` holds."""
     setattr(tensor, _FLAT_PART, part)
 
 
 def flat_part(tensor: Any) -> FlatPart | None:
-    """Which elements of a parameter `tensor` holds, if `set_flat_part` has said so."""
+    """Return which elements of a parameter `tensor` holds, if `set_flat_part` has set them."""
     return getattr(tensor, _FLAT_PART, None)
 
 
 def part_of(tensor: Tensor) -> FlatPart:
-    """Which elements of a parameter `tensor` holds, of which `set_flat_part` has said so."""
+    """Return which elements of a parameter `tensor` holds; `set_flat_part` must have set them."""
     part: FlatPart = getattr(tensor, _FLAT_PART)
     return part
 
 
 def set_replicas(tensors: Iterable[Tensor], group: ProcessGroup, are_equal: Callable[[], bool]) -> None:
-    """Say that the ranks of `group` step the same plain `tensors` with the same gradients, as under DDP.
+    """Record that the ranks of `group` step the same plain `tensors` with the same gradients, as under DDP.
 
     Args:
         tensors: the parameters.
         group: the ranks.
-        are_equal: whether that is so in the coming step.
+        are_equal: returns whether this holds in the coming step.
     """
     for tensor in tensors:
         _REPLICAS[tensor] = Replicas(group, are_equal)
 
 
 def replicas_of(tensor: Tensor) -> Replicas | None:
-    """The ranks that take the coming step of the same plain `tensor`, if this is not the only one."""
+    """Return the ranks that take the coming step of the same plain `tensor`; None if only this rank does."""
     found: Replicas | None = _REPLICAS.get(tensor)
     return found if found is not None and found.group.size() > 1 and found.are_equal() else None
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """The shape of the full tensor of which this rank holds a part. That of a parameter under ZeRO 3 is `ds_shape`."""
+    """Return the shape of the full tensor; for a parameter under ZeRO 3, this is `ds_shape`."""
     part = flat_part(tensor)
     return getattr(tensor, "ds_shape", tensor.shape) if part is None else part.shape
 
@@ -160,29 +160,29 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned unchanged.
+    """Return this rank's shard of a DTensor, sharing its memory; return a plain tensor unchanged.
 
-    Waits for communication that has yet to write it.
+    This waits for communication that has yet to write the shard.
     """
     return tensor if type(tensor) in _PLAIN else when_written(local_tensors([tensor])[0])
 
 
 def when_written(shard: Tensor) -> Tensor:
-    """`shard` itself; if communication has yet to write it (see `DTensor.to_local`), wait and return what is written.
+    """Return `shard` itself or, if communication has yet to write it (see `DTensor.to_local`), what was written.
 
-    Until then, such a shard has the address 0.
+    Until it is written, such a shard has the address 0.
     """
     return shard.wait() if hasattr(shard, "wait") else shard
 
 
 def sharding_of(tensor: Any, dim: int | None = None) -> Sharding | None:
-    """The sharding of `tensor`, or of its dimension `dim`; None if every rank holds all of it."""
+    """Return the sharding of `tensor`, or of its dimension `dim`; None if every rank holds all of it."""
     dims = _mesh_dims(tensor, dim)
     return Sharding(tensor.device_mesh, dims) if dims else None
 
 
 def placements_of_mean(tensor: Any, dim: int | None) -> Any:
-    """The placements of a mean of the DTensor `tensor` over its dimension `dim`; its own if that is None."""
+    """Return the placements of a mean of the DTensor `tensor` over dimension `dim`; its own if `dim` is None."""
     from torch.distributed.tensor import Replicate
 
     whole = None if dim is None else dim % tensor.dim()
@@ -197,7 +197,8 @@ def dtensor_like(
     Args:
         shard: this rank's part; it may be on the CPU while the mesh is of GPUs.
         like: the tensor that is sharded in the same way.
-        shape: of the full tensor; that of `like` by default. It may have more or fewer dimensions behind sharded ones.
+        shape: the shape of the full tensor, by default that of `like`. It may differ from `like` in the number of
+            dimensions after the sharded ones.
         mean_over: the dimension over which it is a mean, which every rank has in full.
     """
     if not is_sharded(like):
@@ -207,7 +208,7 @@ def dtensor_like(
 
 
 def shard_layout(tensor: Tensor, coordinate: Sequence[int] | None = None) -> ShardLayout:
-    """The layout of the shard of a DTensor on the rank at `coordinate` of its mesh; by default, on this one.
+    """Return the layout of a DTensor's shard on the rank at `coordinate` of its mesh; by default, on this rank.
 
     For a part of a flattened parameter, `coordinate` is the rank in its group. Any other plain tensor is its own shard
     on every rank.
@@ -228,7 +229,7 @@ def shard_layout(tensor: Tensor, coordinate: Sequence[int] | None = None) -> Sha
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's contiguous shard of the tensor `full`, sharded like `like`."""
+    """Return this rank's contiguous shard of the tensor `full`, sharded like `like`."""
     return shard_layout(like).cut(full) if is_sharded(like) else full.contiguous()
 
 
@@ -249,10 +250,10 @@ def check_placements(tensor: Tensor, name: str) -> None:
 
 
 def place_gradients(params: Sequence[Tensor]) -> None:
-    """Give every gradient that is a DTensor the placements of its parameter, by communication between its ranks.
+    """Give every DTensor gradient the placements of its parameter, by communication between its ranks.
 
-    Tensor parallelism leaves some gradients replicated (of an embedding that is sharded by rows), and others as parts
-    of a sum (of a norm that every rank applies to some of the tokens).
+    Tensor parallelism leaves some gradients replicated (an embedding sharded by rows), and others as parts of a sum (a
+    norm that every rank applies to some of the tokens).
     """
     for param in params if not {*map(type, params)} <= _PLAIN else ():
         grad: Any = param.grad
@@ -262,7 +263,7 @@ def place_gradients(params: Sequence[Tensor]) -> None:
 
 
 def shard_length(tensor: Any, dim: int) -> int:
-    """The largest number of elements that a rank holds of dimension `dim`; the same on all ranks."""
+    """Return the largest length that a rank holds of dimension `dim`; it is the same on all ranks."""
     length: int = tensor.shape[dim]
     for mesh_dim in _mesh_dims(tensor, dim):
         length = -(-length // tensor.device_mesh.size(mesh_dim))
@@ -270,7 +271,7 @@ def shard_length(tensor: Any, dim: int) -> int:
 
 
 def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
-    """The contiguous runs of this rank's shard of `tensor`, in the shard's order.
+    """Yield the contiguous runs of this rank's shard of `tensor`, in the shard's order.
 
     Raises:
         ValueError: the shard does not have the shape that DTensor's placements imply.
@@ -303,13 +304,13 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
 
 
 def checkpointable(tensor: Any) -> Any:
-    """A tensor of the same memory that torch.distributed.checkpoint saves and loads correctly.
+    """Return a tensor with the same memory that torch.distributed.checkpoint saves and loads correctly.
 
-    It describes the shard of every DTensor as one block of the full tensor. With strided placements, as of fused
-    weights under tensor parallelism, a shard consists of several.
+    torch describes the shard of every DTensor as one block of the full tensor. With strided placements, such as those
+    of fused weights under tensor parallelism, a shard consists of several blocks.
 
     Args:
-        tensor: a DTensor; anything else is returned as it is, as are DTensors without strided placements.
+        tensor: a DTensor; other objects are returned as they are, as are DTensors without strided placements.
     """
     if not is_sharded(tensor) or all(not hasattr(p, "split_factor") for p in tensor.placements) or not tensor.dim():
         return tensor
@@ -322,9 +323,9 @@ def checkpointable(tensor: Any) -> Any:
 
 
 def global_places(tensor: Tensor, places: Tensor) -> Tensor:
-    """The indices in the full tensor of the elements at `places`, int64, of this rank's flattened part of `tensor`.
+    """Return the indices in the full tensor of elements at `places`, int64, in this rank's flattened part of `tensor`.
 
-    Places behind its end, as padding has, get indices without meaning. May return `places` itself.
+    Places beyond its end, such as padding, get meaningless indices. The result may be `places` itself.
     """
     runs = list(contiguous_runs(tensor))
     shifts = [run.global_start - run.local_start for run in runs] or [0]
@@ -341,14 +342,14 @@ def _is_shard(placement: Any) -> bool:
 
 
 def _mesh_dims(tensor: Any, dim: int | None = None) -> tuple[int, ...]:
-    """The dimensions of the mesh over which `tensor`, or its dimension `dim`, is sharded; none for a plain tensor."""
+    """Return the mesh dimensions over which `tensor`, or its dimension `dim`, is sharded; none for a plain tensor."""
     placements = enumerate(tensor.placements) if is_sharded(tensor) else ()
     sharded = None if dim is None else dim % len(tensor.shape)
     return tuple(k for k, placement in placements if _is_shard(placement) and sharded in (None, placement.dim))
 
 
 def _local_indices(tensor: Any, dim: int, coordinate: Sequence[int] | None = None) -> Tensor:
-    """The indices of dimension `dim` that a rank holds, ascending; by default, this one.
+    """Return the indices of dimension `dim` that a rank (by default, this one) holds, ascending.
 
     DTensor shards as `torch.chunk` splits.
     """
@@ -362,7 +363,7 @@ def _local_indices(tensor: Any, dim: int, coordinate: Sequence[int] | None = Non
 
 
 def _consecutive_runs(indices: Tensor) -> Iterator[ContiguousRun]:
-    """The runs of consecutive numbers in an ascending tensor: where they are in it, and the first number."""
+    """Yield the runs of consecutive numbers in an ascending tensor: their places in it, and their first numbers."""
     breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
     for begin, end in zip([0, *breaks], [*breaks, len(indices)], strict=True) if len(indices) else ():
         yield ContiguousRun(begin, end - begin, int(indices[begin]))

@@ -1,4 +1,4 @@
-"""The stages of a step: which parameters are planned, what is computed for them, and their step by backends.
+"""The stages of a step: planning parameters, computing what their formulas need, and stepping them by backends.
 
 `LowPrecisionOptimizer.step` takes all parameters through them. Gradient release and DeepSpeed take some at a time, and
 the precision monitor computes a step without taking it.
@@ -32,10 +32,10 @@ from hf_lowprec.rounding import mode_name
 
 
 class StepStages(Algorithm):
-    """What an optimizer needs for its steps. `prepare_step` and `run_step` are what algorithms may add to."""
+    """What an optimizer needs for its steps. Algorithms may extend `prepare_step` and `run_step`."""
 
     gradients: Gradients
-    """Where gradients are before a step, and what takes them during the backward pass."""
+    """Where gradients are before a step; may take them during the backward pass."""
     clipping: GradientClipping
     """The clipping of the coming step."""
     host_steps: HostSteps
@@ -44,16 +44,16 @@ class StepStages(Algorithm):
     """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not need
     it."""
     before_part: list[Callable[[StepPlan], None]]
-    """Called by `step_part` with its plan, which has gradients, scalars, clip factors and tensor means."""
+    """Functions that `step_part` calls with its plan, which has gradients, scalars, clip factors and tensor means."""
 
     def _forget_plan(self, norm_before: float = 0.0) -> None:
-        """Drop what was made for the tensors that the optimizer has had so far."""
+        """Drop what was made for the optimizer's tensors so far."""
         self._plan: StepPlan | None = None
         self.host_steps = HostSteps()
         self.clipping = (DelayedClipping if self.gradient_release else GradientClipping)(norm_before)
 
     def _collect_gradients(self) -> None:
-        """Choose what takes gradients during the backward pass, if the arguments say so."""
+        """Choose what takes gradients during the backward pass, if the arguments request it."""
         kind = Gradients
         if self.gradient_release or self.offload_gradients:
             kind = GradientRelease if self.gradient_release else OffloadedGradients
@@ -61,9 +61,9 @@ class StepStages(Algorithm):
             self.gradients = kind(self)
 
     def stop_gradient_release(self) -> None:
-        """Step all parameters in `step()` from now on, and let their gradients exist until then where they are.
+        """Step all parameters in `step()` from now on, and leave their gradients where they are until then.
 
-        Ends `offload_gradients`, too.
+        This also ends `offload_gradients`.
 
         Raises:
             RuntimeError: parameters have been stepped, or gradients moved, since the last `step()`.
@@ -79,9 +79,9 @@ class StepStages(Algorithm):
         self._plan = None  # its gradients are elsewhere
 
     def finish_host_steps(self) -> None:
-        """With `offload_states`, wait until all that was given to the host is stepped; `step` ends with it.
+        """With `offload_states`, wait until the host has stepped all its buckets; `step` ends with this.
 
-        Needed before weights or states are read between the backward pass and `step`, with `gradient_release`.
+        With `gradient_release`, call it before you read weights or states between the backward pass and `step`.
         """
         self.host_steps.finish()
 
@@ -89,7 +89,7 @@ class StepStages(Algorithm):
         """Begin a step that takes some parameters at a time, each with `step_part`. A call of `step` ends it.
 
         Args:
-            norm: that of all gradients before clipping, on all ranks; FP32 scalar on their device.
+            norm: the norm of all gradients before clipping, on all ranks; FP32 scalar on their device.
         """
         self.gradients.stepped_in_parts = True
         self.clipping.given = norm
@@ -102,7 +102,7 @@ class StepStages(Algorithm):
 
         Args:
             params: the parameters.
-            earlier: the plan that an earlier call for them has returned.
+            earlier: the plan that an earlier call for them returned.
 
         Returns:
             The plan of the step; `earlier` if it still fits.
@@ -122,7 +122,7 @@ class StepStages(Algorithm):
         return plan
 
     def prepare_step(self, plan: StepPlan) -> Tensor | None:
-        """Compute what the formula needs in addition to tensors: scalars, clip factor, means. Changes nothing.
+        """Compute what the formula needs in addition to tensors: scalars, clip factor, means. This changes nothing.
 
         Returns:
             The norm of the gradients, FP32 scalar; None if the step needs none.
@@ -150,11 +150,11 @@ class StepStages(Algorithm):
             plan.copy_back()
 
     def plan_step(self) -> StepPlan:
-        """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else, but
-        after a change of the rounding mode converts weights and states, see `convert_states`.
+        """Return the plan of the coming step, with its gradients.
 
-        Called by `step`, and by code that computes a step without applying it (`monitor/`). Use it in a `with`
-        statement, which releases the gradients.
+        This creates missing states and, after a change of the rounding mode, converts weights and states, see
+        `convert_states`. `step` calls it, as does code that computes a step without applying it (`monitor/`). Use it in
+        a `with` statement, which releases the gradients.
 
         Raises:
             RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
@@ -168,7 +168,7 @@ class StepStages(Algorithm):
         return self._plan
 
     def plan_norm(self, clipped: bool) -> StepPlan:
-        """Return a plan with gradients, of which only the norm is computed; `clipped`: whether they will be clipped."""
+        """Return a plan with gradients, to compute only their norm; `clipped` says whether they will be clipped."""
         self._spell_out_modes()
         self._plan = self._updated_plan(self._plan, clipped, norm_only=True)
         return self._plan
@@ -181,7 +181,7 @@ class StepStages(Algorithm):
             validation.check_group(self, group, f"param group {k}")
 
     def _spell_out_modes(self) -> None:
-        """Replace short names of rounding modes in the param groups by the long ones."""
+        """Replace short names of rounding modes in the param groups with the long ones."""
         for group in self.param_groups:
             group["rounding"] = mode_name(group["rounding"])
 

@@ -1,7 +1,7 @@
-"""Checks of parameter groups, and of the parameters and gradients in them.
+"""Checks of param groups, and of the parameters and gradients in them.
 
-`optimizer.py` calls the checks of groups, `step/step_plan.py` those of parameters and gradients; `ParamEntry` checks
-whether a parameter, its gradient and its states agree.
+`optimizer.py` calls the checks of groups, and `step/step_plan.py` those of parameters and gradients; `ParamEntry`
+checks that a parameter, its gradient and its states match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATE_DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 
 
 def group_keys(optimizer: Algorithm) -> set[str]:
-    """The arguments of `optimizer` that its param groups have as keys.
+    """Return the arguments of `optimizer` that are keys of its param groups.
 
     `optimizer.defaults` may have further keys: torch adds some when an optimizer is unpickled.
     """
@@ -72,9 +72,9 @@ def check_scalars(group: ParamGroup, scalars: Mapping[str, float]) -> None:
 
 
 def check_group_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
-    """Raise ValueError if a key of `group` is an argument that groups cannot have, or looks like a misspelt one.
+    """Raise ValueError if a key of `group` is an argument that groups cannot have, or looks like a misspelled one.
 
-    Other unknown keys belong to the user and are left alone.
+    Other unknown keys belong to the user and are not checked.
     """
     name = type(optimizer).__name__
     arguments = group_keys(optimizer)
@@ -88,7 +88,7 @@ def check_group_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> Non
 def check_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     """Raise ValueError if a setting of `group` is not supported. Its parameters are not checked.
 
-    Called before every step, since schedulers and users change groups.
+    It is called before every step, since schedulers and users change groups.
     """
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
@@ -121,7 +121,7 @@ def _check_state_dtype(optimizer: Algorithm, group: ParamGroup, where: str) -> N
         return
     states = optimizer.states(group)
     by_state = requested if isinstance(requested, Mapping) else {}
-    if by_state:  # it may be that of all groups, which may have other states than this one
+    if by_state:  # it may be meant for all groups, whose states may differ from this one's
         others = (optimizer.defaults | dict.fromkeys(optimizer.flags, flag) for flag in (True, False))
         possible = chain(states, *map(optimizer.states, others))
         names = dict.fromkeys(state.name for state in possible if state.dtype is None)
@@ -180,13 +180,13 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
 
 
 def warn_of_fp32_weights(optimizer: Algorithm) -> None:
-    """Warn if all weights are FP32 although the rounding mode is one for BF16 alone; a few FP32 vectors are norms."""
+    """Warn if all weights are FP32 although the rounding mode is only for BF16; a few FP32 vectors are norms."""
     modes = {group["rounding"] for group in optimizer.param_groups} & {"split", "stochastic"}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if modes and all(param.dtype == torch.float32 for param in params) and any(param.dim() > 1 for param in params):
         warnings.warn(
             f"rounding={min(modes)!r} has no effect on float32 parameters, and this {type(optimizer).__name__} has no "
-            "others: it trains in plain FP32. Cast the model before: cast_model(model). If you want FP32, pass "
+            "others: it trains in plain FP32. Cast the model first: cast_model(model). If you want FP32, pass "
             "rounding='nearest'",
             RuntimeWarning,
             stacklevel=2,
@@ -196,18 +196,18 @@ def warn_of_fp32_weights(optimizer: Algorithm) -> None:
 def check_apart(params: Mapping[int, Tensor]) -> None:
     """Raise ValueError if two parameters, by their position in the optimizer, share memory.
 
-    Each would hold low bits of its own for the same weights.
+    Each would hold its own low bits for the same weights.
     """
     spans = []
     for index, param in params.items():
         part = local_shard(param)
-        if part.is_contiguous() and (address := part.data_ptr()):  # else empty, or freed
+        if part.is_contiguous() and (address := part.data_ptr()):  # 0 if empty or freed
             spans.append((str(part.device), address, address + part.nbytes, index))
     for (device, _, end, index), (other_device, begin, _, other) in pairwise(sorted(spans)):
         if device == other_device and begin < end:
             raise ValueError(
-                f"parameters {index} and {other} are two objects on the same memory; each would be stepped with low "
-                "bits and moments of its own. Tie them: let both names refer to one Parameter"
+                f"parameters {index} and {other} are two objects that share memory; each would be stepped with its own "
+                "low bits and moments. Tie them: let both names refer to one Parameter"
             )
 
 
@@ -231,7 +231,7 @@ def check_gradient(grad: Tensor) -> None:
 
 
 def check_not_capturing() -> None:
-    """Raise RuntimeError while a CUDA graph is captured: replays would repeat one step's scalars, and run no hooks."""
+    """Raise RuntimeError while a CUDA graph is captured: replays would repeat one step's scalars without its hooks."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph cannot capture a step, nor a backward pass with gradient_release or offload_gradients; end "

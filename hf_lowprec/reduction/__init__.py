@@ -1,4 +1,4 @@
-"""Gradients that travel in 16 bits and are summed in FP32: across ranks and across micro-batches."""
+"""Sums of 16-bit gradients in FP32, across ranks and across micro-batches."""
 
 from hf_lowprec.reduction.compare_ranks import check_replicas
 from hf_lowprec.reduction.ddp import BucketAverager, reduce_in_fp32

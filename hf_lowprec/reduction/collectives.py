@@ -21,7 +21,7 @@ def explain_lost_rank(group: dist.ProcessGroup, purpose: str = "averaging gradie
         purpose: their purpose, for the message.
 
     Raises:
-        RuntimeError: in place of the backend's RuntimeError, whose text it repeats.
+        RuntimeError: replaces the backend's RuntimeError, whose text it repeats.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def gather_if_different(value: Any, group: dist.ProcessGroup | None = None) -> l
 
 
 def all_gather(output: Tensor, shard: Tensor, **options: Any) -> Any:
-    """All-gather into one tensor, by the function's name in this version of torch: 2.13 renamed it."""
+    """All-gather into one tensor. torch 2.13 renamed the function."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return all_gather(output, shard, **options)
 
@@ -94,7 +94,7 @@ class ScratchBuffers:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def get(self, name: str, count: int, like: Tensor) -> Tensor:
-        """The first `count` elements of a buffer, uninitialized and valid until the next request of that name.
+        """Return `count` elements of a buffer, uninitialized and valid until the next request with that name.
 
         Args:
             name: distinguishes buffers that are in use at the same time.

@@ -21,18 +21,18 @@ from hf_lowprec.reduction.private_torch_apis import meshes_beside, names_ignored
 from hf_lowprec.rounding import dtype_name
 
 _SHOWN = 3
-"""The number of differences, and of ranks with one value, that a message names."""
+"""The largest number of differences, and of ranks with one value, that a message names."""
 _MISSING = "missing"
 _WEIGHT_STEP = 2 * 0x1E3779B97F4A7C15
-"""By how much the weights of a checksum grow with each position: twice ⌊2⁶⁴ / golden ratio⌋ modulo 2⁶³."""
+"""The difference between consecutive weights of a checksum: twice ⌊2⁶⁴ / golden ratio⌋ modulo 2⁶³."""
 
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Check that replicas hold identical weights and optimizer states. Every rank must call it.
 
-    Under HSDP, and on a device mesh of which a parameter uses some dimensions only, the replicas of each shard are
-    compared. FSDP2 without replicas has no weights to compare. Parameters that DDP or FSDP2 was told to ignore are
-    skipped. The settings of `optimizer` are compared under all of them.
+    The replicas of each shard are compared under HSDP, and wherever a parameter uses only some dimensions of a device
+    mesh. FSDP2 without replicas has no weights to compare. Parameters that DDP or FSDP2 was told to ignore are skipped.
+    The settings of `optimizer` are always compared.
 
     Args:
         model: the model, wrapped or not.
@@ -40,7 +40,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
     Raises:
         RuntimeError: settings of the optimizer or replicas differ. Raised on every rank of the group; the message
-            names the setting, or the first tensor, that differs and the ranks on which it does.
+            names the first setting or tensor that differs, and the ranks on which it does.
     """
     if not dist.is_initialized():
         return
@@ -61,7 +61,7 @@ def find_replica_difference(
 
     Args:
         parameters: name and parameter, in the same order on all ranks.
-        optimizer: the states that it has of these parameters are compared as well.
+        optimizer: its states of these parameters are compared as well.
 
     Returns:
         A description of the first difference, on every rank of the group in which it was found; None if there is none.
@@ -89,7 +89,7 @@ def _compare_in_group(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]
     names_by_rank = [[name for name, _ in of_rank] for of_rank in by_rank]
     if any(of_rank != names for of_rank in names_by_rank):
         missing = sorted(set.union(*map(set, names_by_rank)) - set.intersection(*map(set, names_by_rank)))
-        return f"replicas differ: {', '.join(missing[:3]) or 'the order of tensors'} is not on every rank"
+        return f"replicas differ: {', '.join(missing[:3]) or 'the same order of tensors'} is not on every rank"
     different = [k for k, of_tensor in enumerate(zip(*by_rank, strict=True)) if len(set(of_tensor)) > 1]
     first = different[0]
     ranks = dist.get_process_group_ranks(group)
@@ -101,7 +101,7 @@ def _compare_in_group(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]
 
 
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and parameters that DDP and FSDP2 synchronize or shard, without those they were told to ignore."""
+    """Yield names and parameters that DDP and FSDP2 synchronize or shard, without those they were told to ignore."""
     ignored: set[Tensor] = set()
     for module in model.modules():
         names = names_ignored_by_ddp(module)
@@ -114,7 +114,7 @@ def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _replica_groups(tensor: Tensor) -> Iterable[dist.ProcessGroup]:
-    """The groups whose ranks all hold the same part of `tensor` as this rank."""
+    """Return the groups whose ranks all hold the same part of `tensor` as this rank."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return [dist.group.WORLD]  # type: ignore[list-item]
@@ -124,15 +124,14 @@ def _replica_groups(tensor: Tensor) -> Iterable[dist.ProcessGroup]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The checksum of a tensor's elements, in the order of their indices; of a sharded tensor the local part.
+    """Compute the checksum of a tensor's elements, in the order of their indices; for a sharded tensor, the local part.
 
     With the bit pattern x_i at position i, it is Σ x_i · w_i modulo 2⁶⁴, where w_i = 2·G·i + 1 and G is ⌊2⁶⁴ / golden
     ratio⌋ without its highest bit, which 2·G loses anyway. Every weight is odd and patterns have at most 32 bits, so a
-    change of any one element changes the sum. The weights differ, so an exchange of two different elements changes it
-    too.
+    change of any one element changes the sum. The weights differ, so exchanging two different elements changes it too.
 
     Returns:
-        An int64 scalar on the tensor's device. For a tensor on the meta device, which holds nothing, 0 on the CPU.
+        An int64 scalar on the tensor's device; for a tensor on the meta device, which holds nothing, 0 on the CPU.
     """
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
@@ -157,7 +156,7 @@ def _bit_patterns(tensor: Tensor) -> Tensor:
 
 
 def _chunk_size(device: torch.device) -> int:
-    """Patterns read at a time, at 8 bytes each: they fit a CPU's cache; elsewhere each chunk costs several launches."""
+    """Return how many patterns of 8 bytes to read at once: they fit a CPU's cache; a GPU needs launches per chunk."""
     return 1 << 16 if device.type == "cpu" else 1 << 22
 
 
@@ -193,7 +192,7 @@ def check_same_settings(settings: Mapping[str, Any]) -> None:
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
-    """The names, dtypes, shapes and order of a model's parameters, before DDP or FSDP2 wraps it."""
+    """Return the names, dtypes, shapes and order of a model's parameters, before DDP or FSDP2 wraps it."""
     cls = type(model).__name__
     return {
         f"parameter {k} of {cls}": _describe_parameter(name, param) + ("" if param.requires_grad else ", frozen")
@@ -202,7 +201,7 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """An optimizer's class, all settings of its groups, and the order of its parameters.
+    """Return an optimizer's class, all settings of its groups, and the order of its parameters.
 
     Args:
         optimizer: any optimizer with torch's interface.

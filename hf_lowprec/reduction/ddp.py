@@ -1,7 +1,7 @@
 """DistributedDataParallel: a communication hook that averages each gradient bucket in FP32.
 
 The all-reduce has two steps: an all-to-all sends each rank every rank's version of one shard of the bucket, which it
-averages in FP32; an all-gather then distributes the averages. As many bytes are sent as by a native all-reduce of the
+averages in FP32; an all-gather then distributes the averages. This sends as many bytes as a native all-reduce of the
 same dtype. (NVIDIA's Megatron-LM has this reduce-scatter too: `reduce_scatter_with_fp32_accumulation`.)
 """
 
@@ -31,13 +31,13 @@ from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 CHUNK_BYTES = 64 * 2**20
 """Bytes reduced at once. DDP's buckets are smaller by default, except that the first backward has only one bucket."""
 SHARD_BYTES = 128
-"""Shards of full chunks, and of padded ones, are a multiple of this long, so that those of all ranks are aligned and a
-GPU reads 128 bits of them at once. A chunk is not padded for that alone, which would copy it twice.
+"""Shards of full and of padded chunks have a multiple of this size, so that all ranks' shards are aligned and a GPU
+reads 128 bits at once. A chunk is not padded for that alone, which would copy it twice.
 """
 
 
 TakeMeans = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[bool]]
-"""Takes parameters and their averaged gradients, views of a bucket; says for each whether it has used the gradient."""
+"""Takes parameters and their averaged gradients, views of a bucket; returns for each whether it used the gradient."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class BucketAverager:
             reduces all buckets of its first pass at the end, and marks each of them as the first.
 
     Attributes:
-        take_means: those who use averages as soon as they are there; see `hand_over_means`.
+        take_means: functions that use averages as soon as they are ready; see `hand_over_means`.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class BucketAverager:
         return future
 
     def _chunk_size(self, bucket: Tensor) -> int:
-        """Elements of a chunk: shards of a multiple of `SHARD_BYTES` for all ranks."""
+        """Return the elements of a chunk, whose shards have a multiple of `SHARD_BYTES`."""
         ranks = self.group.size()
         return max(CHUNK_BYTES // (ranks * SHARD_BYTES), 1) * ranks * SHARD_BYTES // bucket.element_size()
 
     def _shard_size(self, chunk: Tensor) -> int:
-        """Elements of each rank's shard of a chunk, padding included."""
+        """Return the elements of each rank's shard of a chunk, padding included."""
         ranks, count = self.group.size(), chunk.numel()
         if count % ranks == 0:
             return count // ranks
@@ -196,7 +196,7 @@ class BucketAverager:
             chunk.on_complete()
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager:
-        """A stream that follows the current one, so that backward does not wait for the averages; none on a CPU."""
+        """Return a context with a stream after the current one, so that backward need not wait; no stream on a CPU."""
         if device.type == "cpu":
             return nullcontext()
         module = torch.get_device_module(device)
@@ -248,7 +248,7 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
 
 
 def averages_gradients(model: weakref.ref[DistributedDataParallel]) -> bool:
-    """Return whether DDP averages gradients over all ranks, those of the last forward pass included.
+    """Return whether DDP averages gradients over all ranks, including those of the last forward pass.
 
     It does not in `no_sync`, nor if ranks may run out of inputs.
     """
@@ -259,10 +259,10 @@ def averages_gradients(model: weakref.ref[DistributedDataParallel]) -> bool:
 
 
 def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans, argument: str) -> None:
-    """Hand the averages of each bucket to `take_means` as soon as they are there, during the backward pass.
+    """Hand the averages of each bucket to `take_means` as soon as they are ready, during the backward pass.
 
-    From then on, DDP itself writes no averages into `param.grad`. The hook does it for parameters whose averages
-    nobody has used, so that other optimizers find what they expect.
+    From then on, DDP itself writes no averages into `param.grad`. The hook does so for parameters whose averages were
+    not used, so that other optimizers find what they expect.
 
     Args:
         model: the model.
@@ -270,8 +270,8 @@ def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans, argum
         argument: the optimizer's argument that asks for it, for messages.
 
     Raises:
-        RuntimeError: the model has not been prepared by `reduce_in_fp32`; or with `find_unused_parameters` or
-            `static_graph`, it is not known before the end of the backward pass which parameters are used.
+        RuntimeError: the model has not been prepared by `reduce_in_fp32`; or it has `find_unused_parameters` or
+            `static_graph`, with which the used parameters are known only after the backward pass.
     """
     averager = next((state for state in comm_hook_states(model) if isinstance(state, BucketAverager)), None)
     if averager is None:
@@ -295,7 +295,7 @@ def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans, argum
 
 
 def _give_means(take_means: list[TakeMeans], params: Sequence[Tensor], means: Sequence[Tensor]) -> None:
-    """Give a bucket's averages to those who use them, and the others to `param.grad`."""
+    """Give a bucket's averages to the functions that use them, and the rest to `param.grad`."""
     used = [False] * len(params)
     for take in take_means:
         used = [before or now for before, now in zip(used, take(params, means), strict=True)]

@@ -6,7 +6,7 @@ it uses that to sum micro-batches, and here it also serves replicas of shards (H
 Such gradients are rounded to the parameters' dtype before they are sent, and nowhere else until the end.
 
 NCCL has kernels that sum BF16 numbers in FP32, for memory that all ranks have registered ("symmetric memory"). Where
-they are unavailable, it silently sums in BF16. So known numbers are summed first.
+they are unavailable, it silently sums in BF16. So numbers with a known sum are reduced first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.rounding import dtype_name
 
 Reduction = Literal["rank_order", "nccl"]
-"""Values of the option `reduction`: who adds the gradients of the ranks, in which order."""
+"""Values of the option `reduction`: how the gradients of the ranks are summed."""
 _PERIOD = 4093
 """After this many elements, the numbers that `_sums_in_fp32` sends repeat. A prime, so that shards begin anywhere."""
 
@@ -45,7 +45,7 @@ class FP32ReduceScatter:
     """The reduce-scatter that `FSDPModule.set_custom_reduce_scatter` takes: it sums in FP32.
 
     Args:
-        wire_dtype: dtype in which gradients are sent: that of the parameters.
+        wire_dtype: dtype in which gradients are sent: the parameters' dtype.
         scratch: memory to receive in; modules share it.
         fp32_output: whether FSDP2 continues to compute with the result, which must then be FP32.
         divisor: divides sums for `ReduceOp.AVG`; None stands for the number of ranks.
@@ -130,15 +130,15 @@ def _not_by_nccl(reason: str) -> ValueError:
 def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order") -> ScratchBuffers:
     """Make every FSDP2 module in `model` sum its gradients in FP32. Call it after the last `fully_shard`.
 
-    FP32 parameters that are in groups with 16-bit ones, because the model was cast after it was sharded, get a group of
-    their own, which FSDP2 requires.
+    FP32 parameters in a group with 16-bit ones, because the model was cast after it was sharded, get their own group,
+    which FSDP2 requires.
 
     Args:
         model: a model to which `fully_shard` was applied. HSDP and FP16 parameters need
             `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` in these calls.
         reduction: `"rank_order"`, or `"nccl"` for NCCL's own FP32 sums of BF16 gradients, in an order of its choice.
-            The second needs GPUs connected by NVLink and a process group with the backend NCCL. Known numbers are
-            summed at once, to see whether NCCL does sum in FP32.
+            The second needs GPUs connected by NVLink and a process group with the backend NCCL. Numbers with a known
+            sum are reduced at once, to check that NCCL sums in FP32.
 
     Returns:
         The scratch memory, as large as the largest group of modules; none for `"nccl"`.
@@ -174,7 +174,7 @@ def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order"
 def reshard_after_evaluation(model: nn.Module) -> None:
     """Let FSDP2 free all gathered parameters of `model` after each forward pass without gradients.
 
-    It leaves some gathered for a backward pass, in the place of those that optimizers and checkpoints refer to.
+    By itself, it leaves some gathered for a backward pass, instead of those that optimizers and checkpoints refer to.
     """
 
     def reshard(model: nn.Module, *_: Any) -> None:
@@ -190,7 +190,7 @@ def _let_nccl_sum(module: FSDPModule, device_type: str, dtype: torch.dtype) -> N
     """Let FSDP2 communicate in symmetric memory, for which NCCL has FP32 sums.
 
     Raises:
-        ValueError: NCCL sums in 16 bits all the same. Raised on every rank.
+        ValueError: NCCL still sums in 16 bits. Raised on every rank.
     """
     module.set_force_sum_reduction_for_comms(True)  # NCCL has no such kernel for means, and torch does not ask for one
     module.set_symm_mem_for_comm()
@@ -203,7 +203,7 @@ def _let_nccl_sum(module: FSDPModule, device_type: str, dtype: torch.dtype) -> N
 
 
 def _sums_in_fp32(reduce_scatter: Any, group: dist.ProcessGroup, count: int, device: torch.device) -> bool:
-    """Return, the same on all ranks of `group`, whether a reduce-scatter rounds sums of BF16 numbers only once.
+    """Return whether a reduce-scatter rounds sums of BF16 numbers only once; the answer is the same on all ranks.
 
     Args:
         reduce_scatter: an object as `FSDPModule.set_custom_reduce_scatter` takes it.
@@ -290,7 +290,7 @@ def shard_together(modules: Iterable[nn.Module], **options: Any) -> None:
 
 
 def _parameters_of_group(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that `module` shards: all in its subtree, except those of FSDP2 modules inside it."""
+    """Yield the parameters that `module` shards: all in its subtree, except those of FSDP2 modules inside it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, FSDPModule):

@@ -1,8 +1,8 @@
 """Accumulate the gradients of micro-batches in FP32.
 
 torch accumulates into `p.grad` in the parameter's dtype and rounds at each micro-batch, which loses accuracy just as a
-BF16 sum over ranks does. Here, a hook adds to an FP32 sum instead, where autograd would add to `p.grad`. That is the
-rounded sum at all times, so clipping, DDP and the optimizer find what they expect.
+BF16 sum over ranks does. Here, a hook adds to an FP32 sum instead. `p.grad` is always the rounded sum, so clipping, DDP
+and the optimizer find what they expect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_grad_accumulation(grad_accumulation: str) -> GradAccumulation:
 
 
 def accumulator_bytes(params: Iterable[Tensor]) -> int:
-    """Bytes that a `GradientAccumulator` will hold in addition to the gradients of `params`."""
+    """Return the bytes that a `GradientAccumulator` will hold in addition to the gradients of `params`."""
     return sum(p.numel() * _sum_dtype(p).itemsize for p in params if _is_accumulated(p))
 
 
@@ -52,12 +52,12 @@ def _sum_dtype(gradient: Tensor) -> torch.dtype:
 
 @dataclass
 class _Sum:
-    """A sum in a wider dtype than `p.grad`, which is the rounded one.
+    """A sum in a wider dtype than `p.grad`, which is the rounded sum.
 
     Attributes:
         value: the sum.
         grad: refers to `p.grad` after the last addition.
-        grad_version: its version then. If tensor or version differ later, other code has changed the gradient.
+        grad_version: its version then. If the tensor or the version differs later, other code has changed the gradient.
     """
 
     value: Tensor
@@ -66,18 +66,17 @@ class _Sum:
 
 
 class GradientAccumulator:
-    """Accumulates the gradients of a step's micro-batches in FP32; those of FP32 parameters (norms) in FP64, as the
-    reduction over ranks does.
+    """Accumulates the gradients of a step's micro-batches in FP32, or in FP64 for FP32 parameters (norms).
 
-    It acts in backward passes inside `with accumulator.active():` only, and neither in `torch.autograd.grad` nor where
-    the graph of the gradients is kept (`create_graph=True`).
+    The reduction over ranks does the same. It acts only in backward passes inside `with accumulator.active():`, and
+    neither in `torch.autograd.grad` nor where the graph of the gradients is kept (`create_graph=True`).
 
     A new sum begins when `p.grad` is None, was replaced, or was modified by other code (`zero_grad(set_to_none=False)`,
     clipping). If gradients are views of a bucket (`gradient_as_bucket_view=True`) and there is only one rank, changes
     in place are not noticed; set gradients to None instead, as `zero_grad` does by default.
 
     Args:
-        model: its parameters that are trainable when a backward pass begins are included.
+        model: the model; parameters that are trainable when a backward pass begins are included.
 
     Attributes:
         was_active: whether a backward pass has been accumulated.
@@ -128,9 +127,9 @@ class GradientAccumulator:
         self._sums.clear()
 
     def _accumulate(self, param: nn.Parameter, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
-        """Add a micro-batch's gradient to `p.grad`, and return what autograd must still add: nothing, as minus zeros.
+        """Add a micro-batch's gradient to `p.grad`, and return minus zeros, so that autograd adds nothing.
 
-        None lets autograd add the gradient. It makes the first one of a sum `p.grad`.
+        If it returns None, autograd adds the gradient, and makes the first one of a sum `p.grad`.
         """
         (gradient,) = gradients
         if gradient is None:

@@ -1,6 +1,6 @@
 """The private attributes of torch that reductions need, each behind one function.
 
-torch has no public API for these. `tests/reduction/test_private_torch_apis.py` fails if a version of torch drops one.
+torch has no public API for them. `tests/reduction/test_private_torch_apis.py` fails if a version of torch removes one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def names_ignored_by_ddp(module: nn.Module) -> Collection[str]:
-    """Names of the parameters and buffers below `module` that DDP was told not to synchronize."""
+    """Return the names of the parameters and buffers below `module` that DDP was told not to synchronize."""
     return getattr(module, _IGNORED_BY_DDP, ())
 
 
@@ -36,17 +36,17 @@ def forget_comm_hooks(model: DistributedDataParallel) -> None:
 
 
 def comm_hook_states(model: DistributedDataParallel) -> list[object]:
-    """The states of the communication hooks of `model`."""
+    """Return the states of the communication hooks of `model`."""
     return [state for _, state in model._comm_hooks]
 
 
 def leave_gradients_to_hook(model: DistributedDataParallel) -> None:
-    """Make `model` copy no averages from its buckets to `param.grad`: its communication hook does. Cannot be undone."""
+    """Stop `model` from copying averages to `param.grad`: its communication hook does. This cannot be undone."""
     model.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
 
 
 def reduce_scatters(module: FSDPModule) -> Iterator[tuple[Any, dist.ProcessGroup, int]]:
-    """The reduce-scatters of a module that FSDP2 has sharded: each with its ranks and the elements that it leaves."""
+    """Yield the reduce-scatters of a module that FSDP2 has sharded, each with its ranks and the size of a shard."""
     for group in parameter_groups(module):
         sizes = (param.padded_sharded_param_size for param in group.fsdp_params if param.sharded_param.requires_grad)
         yield group._reduce_scatter_comm, group._reduce_scatter_process_group, sum(map(math.prod, sizes))
@@ -55,25 +55,25 @@ def reduce_scatters(module: FSDPModule) -> Iterator[tuple[Any, dist.ProcessGroup
 def replicates_shards(group: Any) -> bool:
     """Return whether FSDP2 also averages the gradients of one of its groups over replicas (HSDP).
 
-    The mesh of a parameter does not tell: with tensor parallelism, it has two dimensions as well.
+    The mesh of a parameter does not show this: with tensor parallelism, it has two dimensions as well.
     """
     return group.mesh_info.replicate_mesh_dim is not None
 
 
 def trained_parameters(group: Any) -> list[Any]:
-    """The shards of the trainable parameters of one of FSDP2's groups."""
+    """Return the shards of the trainable parameters of one of FSDP2's groups."""
     return [param.sharded_param for param in group.fsdp_params if param.sharded_param.requires_grad]
 
 
 def group_fp32_parameters(model: nn.Module) -> None:
-    """Move FP32 parameters out of FSDP2's groups that have trainable 16-bit ones, too, to groups of their own.
+    """Move FP32 parameters out of FSDP2's groups that also have trainable 16-bit ones, into groups of their own.
 
     FSDP2 requires one dtype per group, and looks at dtypes in the first forward pass. There is one new group for each
     set of ranks that shards parameters. It belongs to the outermost module that is sharded, so it is gathered when a
     forward pass begins, and reduced when the backward pass ends.
 
     Args:
-        model: sharded by FSDP2. If it has run since, its groups have one dtype each.
+        model: a model sharded by FSDP2. If it has run since, its groups have one dtype each.
 
     Raises:
         ValueError: this version of torch has one group per module at most.
@@ -120,9 +120,9 @@ def set_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 
 def take_divisor(group: Any) -> float | None:
-    """The number by which one of FSDP2's groups divides sums, if it was set; the group then divides as by default.
+    """Take the number by which an FSDP2 group divides sums, if one was set; the group then uses the default.
 
-    With a single rank, there is no sum, so the group goes on to divide by it.
+    With a single rank, there is no sum, so the group continues to divide by the number.
     """
     divisor: float | None = group.gradient_divide_factor
     if divisor is None or group.mesh_info.shard_process_group.size() == 1:
@@ -132,7 +132,7 @@ def take_divisor(group: Any) -> float | None:
 
 
 def reduce_scatter_of(group: Any) -> Any:
-    """What sums the gradients of one of FSDP2's groups."""
+    """Return what sums the gradients of one of FSDP2's groups."""
     return group._reduce_scatter_comm
 
 
@@ -142,7 +142,7 @@ def set_reduce_scatter(group: Any, reduce_scatter: Any) -> None:
 
 
 def meshes_beside(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The groups of ranks along the dimensions that `mesh` was sliced from and does not have; empty for others.
+    """Return the groups of ranks along the dimensions that a sliced `mesh` lacks; empty for an unsliced mesh.
 
     A tensor that is placed on a slice is replicated along them.
     """
@@ -152,7 +152,7 @@ def meshes_beside(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the parameters that it has sharded with `module`: one at most in torch 2.11 and before."""
+    """Return FSDP2's groups of the parameters that it has sharded with `module`: at most one before torch 2.12."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

@@ -1,9 +1,9 @@
 """The mean over ranks that all reductions use: summed in a wider dtype in rank order, rounded once.
 
-It is also that of gradients which every rank holds in full, beside others that are sharded over a device mesh. Tensor
-and expert parallelism leave norms and routers as plain tensors. Their gradients are the same on all ranks, or each
-belongs to other data: the mean over ranks serves both, and keeps replicas equal. But norms of single attention heads
-see the heads of their rank only: their gradients are parts of a sum.
+It also averages gradients that every rank holds in full, while other gradients are sharded over a device mesh: tensor
+and expert parallelism leave norms and routers as plain tensors. Their gradients are the same on all ranks, or come from
+different data: the mean over ranks is right for both, and keeps replicas equal. But norms of single attention heads see
+only their rank's heads, so their gradients are parts of a sum.
 
 The order is fixed, so the result depends only on the gradients. 16-bit gradients are summed in FP32, whereas native
 BF16 reductions round at every addition. FP32 gradients (of norms) are summed in FP64, so that the mean of equal
@@ -44,7 +44,7 @@ def mean_in_rank_order(per_rank: Tensor, divisor: float, out: Tensor) -> Tensor:
 
         return launch_mean(per_rank, divisor, out)
     dtype = torch.float32 if per_rank.dtype.itemsize == 2 else torch.float64
-    # A tensor, because on some devices torch divides by a number by multiplying with its reciprocal.
+    # A tensor, because on some devices torch divides by a number by multiplying by its reciprocal.
     divisor_tensor = torch.full((), divisor, dtype=dtype, device=per_rank.device)
     for begin in range(0, out.numel(), CHUNK):
         first, *rest = per_rank[:, begin : begin + CHUNK]
@@ -81,10 +81,10 @@ def average_gradients(params: Iterable[nn.Parameter], is_complete: Callable[[], 
 
     Args:
         params: trainable parameters, plain tensors with the same values on all ranks.
-        is_complete: whether the gradients that a backward pass computes are those of the last micro-batch.
+        is_complete: whether the current backward pass is the last micro-batch's.
 
     Returns:
-        The memory that the gradients of all ranks are received in.
+        The memory in which the gradients of all ranks are received.
     """
     scratch = ScratchBuffers()
 
@@ -99,14 +99,14 @@ def average_gradients(params: Iterable[nn.Parameter], is_complete: Callable[[], 
 
 
 class PartialGradients:
-    """Sums gradients over the ranks of a group, of parameters that each rank applies to its part of the activations.
+    """Sums, over the ranks of a group, gradients of parameters that each rank applies to its part of the activations.
 
-    It sums each micro-batch by itself, before it is added to the others: in FP32 (FP64 for FP32 gradients), in rank
-    order, rounded once.
+    It sums each micro-batch by itself, before the micro-batch is added to the others: in FP32 (FP64 for FP32
+    gradients), in rank order, rounded once.
 
     Args:
-        module: its own trainable parameters are plain tensors, with the same values on all ranks of `group`. Those that
-            FSDP2 gathers are watched once `watch` is called while they are gathered.
+        module: a module whose own trainable parameters are plain tensors, with the same values on all ranks of `group`.
+            Parameters that FSDP2 gathers are watched once `watch` is called while they are gathered.
         group: the ranks.
     """
 
@@ -116,7 +116,7 @@ class PartialGradients:
         self._watched: Any = WeakIdKeyDictionary()
 
     def watch(self) -> None:
-        """Sum the gradients of parameters that are new."""
+        """Start summing the gradients of new parameters."""
         for param in self.module.parameters(recurse=False):
             if param.requires_grad and not hasattr(param, "device_mesh") and param not in self._watched:
                 self._watched[param] = param.register_hook(self._sum)
@@ -126,7 +126,7 @@ class PartialGradients:
 
 
 def _combine_ranks(gradient: Tensor, group: dist.ProcessGroup, scratch: ScratchBuffers, divisor: int) -> Tensor:
-    """The sum of a plain `gradient` over the ranks of `group`, divided by `divisor` and rounded once."""
+    """Return the sum of a plain `gradient` over the ranks of `group`, divided by `divisor` and rounded once."""
     sent = gradient.detach().contiguous().view(-1)
     received = scratch.get("received", group.size() * sent.numel(), sent)
     with explain_lost_rank(group), torch.no_grad():

@@ -30,7 +30,7 @@ class ReductionStatus:
 
     Attributes:
         grad_accumulation: how gradients of micro-batches are accumulated: `"nearest"` or `"fp32"`.
-        reduction: who sums gradients over ranks, in which order: `"rank_order"` or `"nccl"`.
+        reduction: how gradients are summed over ranks: `"rank_order"` or `"nccl"`.
         models: the models whose gradients are summed in FP32 over ranks.
         accumulators: one for each model whose micro-batches are not accumulated by torch.
         fp32_modules: names of the modules that FSDP2 shards as one group in FP32.
@@ -45,7 +45,7 @@ class ReductionStatus:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The lines of the report, one for each reduction and each note; empty if there is nothing to report."""
+        """Return the lines of the report, one for each reduction and each note; empty if there is nothing to report."""
         by = " by NCCL" if self.reduction == "nccl" else ""
         lines = [
             f"{model.wrapper}: FP32 sums{by} over {model.ranks} ranks, 16-bit gradients on the wire"
@@ -54,7 +54,7 @@ class ReductionStatus:
         ]
         if self.grad_accumulation == "fp32":
             lines.append(
-                "micro-batches: an FP32 sum, 4 bytes per parameter in addition to the gradient, from the second one on"
+                "micro-batches: FP32 sums from the second one on, 4 bytes per parameter in addition to the gradient"
             )
         return lines + self.notes
 

@@ -1,11 +1,10 @@
-"""Low bits that are attached to a parameter, as an attribute of it, until an optimizer has them in its state.
+"""Low bits attached to a parameter, as an attribute, until an optimizer takes them into its state.
 
 A cast attaches what it rounds off the FP32 weights, 2 bytes per element. The optimizer takes them over when it creates
 the parameter's state (`optim/state/fp32_weights.py`). When a Trainer has finished, the compensation or remainder of its
 optimizer is attached for the next one.
 
-While an optimizer has them, `note_loading` notes that `load_state_dict` may have replaced the weights that they belong
-to.
+While an optimizer has them, `note_loading` notes that `load_state_dict` may have replaced their weights.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from hf_lowprec.rounding.nearest import LOW_PRECISION_DTYPES
 
 _ATTRIBUTE = "_low_bits"
 _BEFORE_LOADING = "_weights_before_loading"
-"""The attribute of a parameter whose low bits are in an optimizer: None, or the checksum of the weights that they
-belong to, while `load_state_dict` may have replaced these."""
+"""The attribute of a parameter whose low bits are in an optimizer: None, or, while `load_state_dict` may have replaced
+the weights, the checksum of those that the low bits belong to."""
 LOADED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 """The parameters with such a checksum, by identity."""
 
@@ -41,7 +40,7 @@ def attach_rounded_off(param: Tensor, exact: Tensor) -> bool:
     such a value on either side, and 16 bits cannot hold both, see `split.py`.
 
     Args:
-        param: a BF16 or FP16 parameter: `exact`, rounded to nearest. Of a DTensor, this rank's shard is meant.
+        param: a BF16 or FP16 parameter: `exact`, rounded to nearest. For a DTensor, this rank's shard counts.
         exact: FP32 or FP16 tensor of the same shape, placed in the same way.
 
     Returns:
@@ -72,12 +71,12 @@ def attach_low_bits(param: Tensor, low_bits: Tensor) -> None:
 
 
 def attached_low_bits(param: Tensor) -> Tensor | None:
-    """The low bits attached to `param`, int16 or BF16 (see `low_bits.py`), on its device.
+    """Return the low bits attached to `param`, int16 or BF16 (see `low_bits.py`), on its device.
 
-    They have its shape, for a DTensor that of this rank's shard.
+    They have its shape; for a DTensor, the shape of this rank's shard.
 
-    None if there are none, and if the weight has changed since: after a checkpoint was loaded, for example, they belong
-    to other weights.
+    Return None if there are none, or if the weight has changed since: after a checkpoint was loaded, for example, they
+    belong to other weights.
     """
     kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
     if kept is None or param.dtype not in LOW_PRECISION_DTYPES or kept.low_bits.shape != _local(param).shape:
@@ -99,7 +98,7 @@ def low_bits_belong(param: Tensor) -> None:
 
 
 def note_loading(module: nn.Module, *_: Any) -> None:
-    """Pre-hook of `load_state_dict`: note which weights the low bits of the parameters of `module` belong to."""
+    """Note which weights the low bits of `module`'s parameters belong to. A pre-hook of `load_state_dict`."""
     for param in module.parameters(recurse=False):
         if vars(param).get(_BEFORE_LOADING, ()) is None and param.dtype in LOW_PRECISION_DTYPES:
             setattr(param, _BEFORE_LOADING, _checksum(param))
@@ -112,7 +111,7 @@ def is_replaced(param: Tensor) -> bool:
 
 
 def replaced(params: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield those of `params` that are replaced. Then, the low bits in the optimizer belong to the present weights."""
+    """Yield the replaced `params`. Afterwards, the low bits in the optimizer count as belonging to the new weights."""
     for param in params:
         if is_replaced(param):
             yield param
@@ -121,7 +120,7 @@ def replaced(params: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:
-    """The low bits attached to `param`, as a state dict can hold them; None if there are none."""
+    """Return the low bits attached to `param`, as a state dict can hold them; None if there are none."""
     kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
     return None if kept is None else kept._asdict()
 
@@ -134,7 +133,7 @@ def are_saved_low_bits(saved: Mapping[str, Any]) -> bool:
 
 
 def restore_saved_low_bits(param: Tensor, saved: dict[str, Any]) -> None:
-    """Attach the low bits that `low_bits_to_save` has returned. The weights that they belong to may be loaded later."""
+    """Attach the low bits that `low_bits_to_save` returned. Their weights may be loaded later."""
     setattr(param, _ATTRIBUTE, _LowBits(saved["low_bits"], list(saved["weight_checksum"])))
 
 
@@ -143,6 +142,6 @@ def _local(param: Tensor) -> Tensor:
 
 
 def _checksum(param: Tensor) -> list[int]:
-    """Sums of the weights' bit patterns: of all, of every 7th and of every 13th, so that permutations are noticed."""
+    """Sum the bit patterns of all weights, of every 7th and of every 13th, so that permutations are noticed."""
     patterns = _local(param).detach().contiguous().view(torch.int16).flatten()
     return torch.stack([patterns[::stride].sum(dtype=torch.int64) for stride in (1, 7, 13)]).tolist()

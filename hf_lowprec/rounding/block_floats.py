@@ -25,7 +25,7 @@ BLOCK = 32
 
 
 def scale_shape(shape: torch.Size) -> torch.Size:
-    """The shape of the scales of codes of `shape`."""
+    """Return the shape of the scales of codes of `shape`."""
     return torch.Size((*shape[:-1], *(length // BLOCK for length in shape[-1:])))
 
 
@@ -56,7 +56,7 @@ class _Window(NamedTuple):
         return self.fine + self.coarse - 1
 
     def base(self, scale: Tensor) -> Tensor:
-        """The pattern of the smallest number with 3 mantissa bits."""
+        """Return the pattern of the smallest number with 3 mantissa bits."""
         return (scale + (1 - self.fine)) << _MANTISSA_BITS
 
 
@@ -65,7 +65,7 @@ _NONNEGATIVE = _Window(24, 16)
 
 
 def block_max(value: Tensor) -> Tensor:
-    """The largest of each block of 32 consecutive integers, in place of each of them.
+    """Replace each integer with the largest one in its block of 32.
 
     Args:
         value: int32 tensor of whole blocks, none of its elements negative.
@@ -117,9 +117,9 @@ def encode(value: Tensor, bits: Tensor, nonnegative: bool) -> tuple[Tensor, Tens
 
 
 def _skew(bits: Tensor, offset: Tensor) -> Tensor:
-    """The skew of the random numbers with which second moments are rounded.
+    """Return the skew of the random numbers with which second moments are rounded.
 
-    Rounding scatters a moment, step for step, by a relative variance q, and moments that average over 1/(1-β2) steps by
+    Each rounding scatters a moment by a relative variance q; a moment that averages over 1/(1-β2) steps is scattered by
     s² = q/2(1-β2). So the mean of 1/√v is too large by 3/8 s². If each rounding adds 3/8 q to the moment, it settles
     higher by just that much, whatever β2 is. Rounding up with probability f + c·d·f(1-f) does so, where f is the place
     between two codes at a relative distance d, and c = 3/8 · 1/(2 ln 2), about 9/32, since q is d²f(1-f).
@@ -133,25 +133,25 @@ def _skew(bits: Tensor, offset: Tensor) -> Tensor:
 
 
 def intended_bias(variance: Tensor, value: Tensor) -> Tensor:
-    """The mean by which second moments are rounded up on purpose, see `_skew`.
+    """Return the mean by which second moments are rounded up on purpose, see `_skew`.
 
     Args:
-        variance: that of their rounding.
-        value: the moments before it.
+        variance: the variance of their rounding.
+        value: the moments before rounding.
     """
     _, exponent = torch.frexp(value)
     return 9 / 32 * variance / torch.ldexp(torch.ones_like(value), exponent - 1)
 
 
 def code_spacing(code: Tensor, scale: Tensor, nonnegative: bool) -> Tensor:
-    """The distance from numbers to those of the next smaller magnitude that have a code under the same scale.
+    """Return the distance from numbers to the next smaller magnitude that has a code under the same scale.
 
-    Of zero and of the smallest number, it is that of the next larger one.
+    For zero and the smallest number, it is the distance to the next larger one.
 
     Args:
-        code: as for `decode`.
-        scale: as for `decode`.
-        nonnegative: as for `decode`.
+        code: see `decode`.
+        scale: see `decode`.
+        nonnegative: see `decode`.
     """
     magnitude = code & (0xFF if nonnegative else 0x7F)
     larger = torch.where(magnitude > 2, magnitude, 2)

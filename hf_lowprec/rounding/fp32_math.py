@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-"""2⁻¹²⁶. Divisors are at least this: zero divided by it is zero."""
+"""2⁻¹²⁶. Divisors are at least this large, so that zero divided by one is zero."""
 
 
 def sqrt_rn(value: Tensor) -> Tensor:
-    """Correctly rounded FP32 square root; `torch.sqrt` on CPU is off by one ulp for about a fifth of all values.
+    """Compute the correctly rounded FP32 square root; `torch.sqrt` on CPU is off by one ulp for a fifth of all values.
 
     Rounding twice, to FP64 and then to FP32, gives the correct result because FP64's 53 bits are more than 2·24 + 2.
     """
@@ -21,7 +21,7 @@ def sqrt_rn(value: Tensor) -> Tensor:
 
 
 def quiet_nan(value: Tensor) -> Tensor:
-    """Replace every NaN of `value` by the one whose payload is only the quiet bit.
+    """Replace every NaN of `value` with the one whose payload is only the quiet bit.
 
     Rounding adds to the bit pattern, and a NaN with a full payload would overflow into a number. A renderer may leave
     this out where no such NaN can occur.
@@ -32,5 +32,5 @@ def quiet_nan(value: Tensor) -> Tensor:
 
 
 def bit_pattern(value: Tensor) -> Tensor:
-    """The bits of `value` as int32, with quiet NaNs."""
+    """Return the bits of `value` as int32, with quiet NaNs."""
     return quiet_nan(value).view(torch.int32)

@@ -11,7 +11,7 @@ from hf_lowprec.rounding.nearest import round_nearest
 def kahan_add(
     weight: Tensor, update: Tensor, compensation: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """Kahan summation: add `update` to a stored weight, and return the rounding error to add it in the next step.
+    """Add `update` to a stored weight by Kahan summation, and return the rounding error, which the next step adds.
 
     Zamirai et al., arXiv:2010.06192, Alg. 5:
     `y = update + compensation; total = round(weight + y); compensation' = y - (total - weight)`.

@@ -1,4 +1,4 @@
-"""What a 16-bit weight lacks of an FP32 number: its low bits.
+"""Low bits: what a 16-bit weight lacks of an FP32 number.
 
 They come in two forms:
 
@@ -19,7 +19,7 @@ ROUNDED_OFF_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.bfloat16
 
 
 def fp32_value(weight: Tensor, low_bits: Tensor) -> Tensor:
-    """The number that a weight and its low bits hold together.
+    """Return the number that a weight and its low bits hold together.
 
     Args:
         weight: BF16, FP16 or FP32 tensor of 16-bit numbers.
@@ -34,14 +34,14 @@ def fp32_value(weight: Tensor, low_bits: Tensor) -> Tensor:
 
 
 def fp64_value(weight: Tensor, low_bits: Tensor | None) -> Tensor:
-    """The number that a weight and its low bits, if there are any, hold together; FP64, without rounding."""
+    """Return the number that a weight and its low bits, if there are any, hold together; FP64, without rounding."""
     if low_bits is None or low_bits.is_floating_point():
         return weight.double() if low_bits is None else weight.double() + low_bits.double()
     return join(weight.float(), low_bits.int()).double()
 
 
 def rounded_off(value: Tensor, weight: Tensor) -> Tensor:
-    """The low bits that a cast of `value` to `weight` rounds off.
+    """Return the low bits that a cast of `value` to `weight` rounds off.
 
     Args:
         value: FP32 tensor of any shape.
@@ -59,11 +59,11 @@ def rounded_off(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def stored_pair(value: Tensor, dtype: torch.dtype, low_bits_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A weight and the low bits that hold `value` together with it, for a weight that is trained on.
+    """Return a weight and the low bits that together hold `value`, for a weight whose training continues.
 
     Args:
         value: FP32 tensor of any shape.
-        dtype: of the weight; BF16 or FP16.
+        dtype: the weight's dtype: BF16 or FP16.
         low_bits_dtype: BF16 for a compensation, int16 for a remainder, which needs a BF16 weight.
 
     Returns:
@@ -95,7 +95,8 @@ def as_compensation(weight: Tensor, low_bits: Tensor) -> Tensor:
 
 
 def chunk_size(device: torch.device) -> int:
-    """Elements that are computed at once: on a CPU, few enough for the temporaries to stay in the cache; on a GPU, few
-    enough for them to take little memory.
+    """Return the number of elements to compute at once.
+
+    On a CPU, temporaries stay in the cache; on a GPU, they take little memory.
     """
     return (1 << 15) * min(torch.get_num_threads(), 4) if device.type == "cpu" else 1 << 20

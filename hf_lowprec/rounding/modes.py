@@ -32,8 +32,8 @@ Rounding = Literal["kahan", "split", "stochastic", "nearest", "sr"]
 StateRounding = Literal["stochastic", "nearest"]
 """The values of the argument `state_rounding`."""
 CODE_SUFFIX, SCALE_SUFFIX = "_code", "_scale"
-"""The ends of the keys of the codes and scales of a state in 8 bits, after its name. Under that name itself, other
-optimizers would take codes for values."""
+"""What follows the name of an 8-bit state in the keys of its codes and scales. Under the name itself, other optimizers
+would take codes for values."""
 SHORT_NAMES = {"sr": "stochastic"}
 """Short names of modes, as in `optim="adamw_bf16_sr"`."""
 
@@ -51,9 +51,9 @@ class State:
         dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`).
         nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
         scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
-        factored: the names of its means over rows and over columns, which parameters with two dimensions or more have
-            in its place; None for states that all parameters have.
-        if_smaller: whether only parameters have the means for which they take less memory than the state in BF16.
+        factored: the names of its means over rows and over columns, which replace it for parameters with two or more
+            dimensions; None for states that all parameters have.
+        if_smaller: whether the means replace it only where they take less memory than the state in BF16.
         mean_over: the dimension, -1 or -2, over which it is a mean, and in which its length is 1; None for states of
             the parameter's shape.
     """
@@ -70,7 +70,7 @@ class State:
     mean_over: int | None = None
 
     def of_shape(self, shape: torch.Size) -> tuple[State, ...]:
-        """The states that parameters of `shape` have for it: itself, or its means, which are FP32."""
+        """Return the states that parameters of `shape` have for it: itself, or its FP32 means."""
         smaller = 2 * sum(shape[-2:]) < math.prod(shape[-2:])  # four bytes for each row and column, two for an element
         if self.factored is None or len(shape) < 2 or (self.if_smaller and not smaller):
             return (self,)
@@ -80,7 +80,7 @@ class State:
         )
 
     def shape_for(self, shape: torch.Size) -> torch.Size:
-        """Its shape for a parameter, or for a part of one, of `shape`."""
+        """Return its shape for a parameter, or a part of one, of `shape`."""
         if self.scale_of is not None:
             return scale_shape(shape)
         if self.mean_over is None:
@@ -104,7 +104,7 @@ class StoredState(State):
     @classmethod
     @functools.cache
     def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> StoredState:
-        """`state` in `dtype`; only averages are rounded stochastically: to BF16 if asked for, and always to 8 bits."""
+        """Store `state` in `dtype`. Only averages are rounded stochastically: to BF16 on request, to 8 bits always."""
         asked = dtype == torch.bfloat16 and state_rounding == "stochastic"
         stochastic = state.accumulates and (asked or dtype == torch.int8)
         return cls(**{**vars(state), "dtype": dtype, "stochastic": stochastic})
@@ -139,7 +139,7 @@ class Mode:
 
     @property
     def has_compensation(self) -> bool:
-        """Whether it keeps rounding errors in a state that is rounded itself, as `state_rounding` says."""
+        """True if it keeps rounding errors in a state that is rounded itself, by `state_rounding`."""
         return any(state.accumulates for state in self.auxiliary)
 
 
@@ -201,10 +201,10 @@ change of its mode and the next step."""
 
 
 def mode_name(rounding: str) -> str:
-    """The name of a mode that may be given by its short name. Other values are returned as they are."""
+    """Return the name of a mode that may be given by its short name. Other values are returned as they are."""
     return SHORT_NAMES.get(rounding, rounding) if isinstance(rounding, str) else rounding
 
 
 def recommended_mode(dtypes: Collection[torch.dtype]) -> str:
-    """The mode to advise for weights of these dtypes: split weights, or Kahan summation if some are FP16."""
+    """Return the mode to advise for weights of these dtypes: split weights, or Kahan summation if some are FP16."""
     return "kahan" if torch.float16 in dtypes else "split"

@@ -16,7 +16,7 @@ LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without its module, as `"bfloat16"`."""
+    """Return the name of a dtype without its module, as `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -43,8 +43,8 @@ def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return value
     if dtype == torch.bfloat16:
         pattern = bit_pattern(value)
-        # If the last kept bit is odd, setting the lowest bit turns a tie into a little more than a tie, so that it
-        # rounds up. No other value changes sides.
+        # If the last kept bit is odd, setting the lowest bit lifts a tie slightly above a tie, so that it rounds up.
+        # No other value rounds differently.
         return (((pattern | ((pattern >> 16) & 1)) + 0x7FFF) & -0x10000).view(torch.float32)
     if dtype == torch.float16:
         pattern = bit_pattern(value)
@@ -65,7 +65,7 @@ _BIAS = 127
 
 
 def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance from numbers to the next number of `dtype` of larger magnitude.
+    """Return the distance from numbers to the next number of `dtype` of larger magnitude.
 
     Args:
         value: finite numbers of any shape, in FP32 or a 16-bit dtype.
@@ -80,7 +80,7 @@ def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def spacings_by_exponent(dtype: torch.dtype) -> Tensor:
-    """The same distance for each value of the exponent field of FP32.
+    """Return the distance to the next number of `dtype` for each value of the exponent field of FP32.
 
     Returns:
         FP64 tensor of 256 elements; number k is that of magnitudes from 2^(k-127) up to, not including, 2^(k-126).

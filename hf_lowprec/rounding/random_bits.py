@@ -26,7 +26,7 @@ _Int32 = Any
 
 
 def _int32(pattern: int) -> int:
-    """The int32 with the bits of an unsigned 32-bit `pattern`."""
+    """Return the int32 with the bits of an unsigned 32-bit `pattern`."""
     return pattern - (1 << 32) if pattern >= 1 << 31 else pattern
 
 
@@ -38,21 +38,21 @@ GOLDEN = _int32(0x9E3779B9)
 
 
 def _wrapped(value: _Int32) -> _Int32:
-    """`value` modulo 2³², as int32; tensors are that by themselves."""
+    """Return `value` modulo 2³², as int32. Tensors wrap by themselves."""
     return _int32(value & 0xFFFFFFFF) if isinstance(value, int) else value
 
 
 def _mix(word: _Int32) -> _Int32:
-    """A bijection of int32 in which every input bit affects every output bit. Shifts are masked to be logical."""
+    """Apply a bijection in which every input bit affects every output bit. Masks make the shifts logical."""
     word = _wrapped((word ^ ((word >> 16) & 0xFFFF)) * _MULTIPLIER_1)
     word = _wrapped((word ^ ((word >> 15) & 0x1FFFF)) * _MULTIPLIER_2)
     return word ^ ((word >> 16) & 0xFFFF)
 
 
 def weyl(index: Tensor, key0: Tensor | int) -> Tensor:
-    """The Weyl sequence `index · GOLDEN + key0`.
+    """Return the Weyl sequence `index · GOLDEN + key0`.
 
-    A function of its own, because code that loops over indices can compute it by addition (`CRenderer.weyl`).
+    It is a separate function because loops over indices can compute it by addition (`CRenderer.weyl`).
     """
     if has_torch_function((index, key0)):
         return handle_torch_function(weyl, (index, key0), index, key0)
@@ -60,7 +60,7 @@ def weyl(index: Tensor, key0: Tensor | int) -> Tensor:
 
 
 def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
-    """32 random bits per element: a Weyl sequence offset by `key0`, hashed with two multiplications and `key1`.
+    """Return 32 random bits per element: a Weyl sequence offset by `key0`, hashed with two multiplications and `key1`.
 
     Args:
         index: int32 tensor, the low 32 bits of the global element index.
@@ -77,7 +77,7 @@ def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor
 
 
 def lane(word: Tensor, role: int) -> Tensor:
-    """The 16 bits of `word` that belong to `role`, as int32 in [0, 65536)."""
+    """Return the 16 bits of `word` that belong to `role`, as int32 in [0, 65536)."""
     # The low bits of a product are badly mixed, so a role gets them only combined with high bits.
     high = (word >> 16) & 0xFFFF
     if role % 3 == 0:
@@ -86,18 +86,18 @@ def lane(word: Tensor, role: int) -> Tensor:
 
 
 def word_of(role: int) -> int:
-    """The number of the random word that holds the bits of `role`."""
+    """Return the number of the random word that holds the bits of `role`."""
     return role // 3
 
 
 def stream_keys(seed: int, parameter: int, word: int) -> tuple[int, int]:
-    """Two int32 keys for random word number `word` (see `word_of`) of a parameter; the same in all steps of a run."""
+    """Return two int32 keys for random word `word` (see `word_of`) of a parameter; they are the same in all steps."""
     digest = hashlib.blake2b(f"{seed}/{parameter}/{word}".encode(), digest_size=8).digest()
     return _int32(int.from_bytes(digest[:4], "little")), _int32(int.from_bytes(digest[4:], "little"))
 
 
 def step_keys(stream0: _Int32, stream1: _Int32, step: _Int32, index_high: _Int32) -> tuple[_Int32, _Int32]:
-    """The keys of one optimizer step. Arguments are numbers, or int32 tensors that broadcast.
+    """Return the keys of one optimizer step. Arguments are numbers, or int32 tensors that broadcast.
 
     Args:
         stream0: the first of the `stream_keys`.
@@ -113,7 +113,7 @@ def step_keys(stream0: _Int32, stream1: _Int32, step: _Int32, index_high: _Int32
 
 
 def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tensor) -> Tensor:
-    """The random bits of one role, computed as a whole. This defines them; the step computes the same bits in stages.
+    """Return the random bits of one role. This function defines them; the step computes the same bits in stages.
 
     Args:
         seed: any integer.

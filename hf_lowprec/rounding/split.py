@@ -5,8 +5,8 @@ to a multiple of 65536, is that of the nearest BF16 weight, and the difference, 
 `pattern(master) = pattern(weight) + remainder`. Ties round away from zero, so that remainders are -32768 to 32767. If
 ties went to even weights, both 32768 and -32768 would occur, which 16 bits cannot tell apart.
 
-The pair takes the bytes of a Kahan weight and its compensation, and loses nothing. NVIDIA's Transformer Engine stores
-master weights in the same way (`FusedAdam`, `store_param_remainders`).
+The pair takes as much memory as a Kahan weight and its compensation, and loses nothing. NVIDIA's Transformer Engine
+stores master weights in the same way (`FusedAdam`, `store_param_remainders`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The FP32 master weights of which `split` has made `weight` and `remainder`.
+    """Return the FP32 master weights that `split` turned into `weight` and `remainder`.
 
-    Somebody may have set weights since then, to zero for example, and left the remainder of another number there. That
-    is at most half a spacing of BF16, except where the pattern becomes NaN: a zero with a negative remainder, infinity
-    with a positive one. `split` makes a NaN only with a NaN as weight, so the weight itself is returned there.
+    User code may have set weights since then, to zero for example, and left the remainders of other numbers. They
+    change a weight by at most half a spacing of BF16, except where the pattern becomes NaN: a zero with a negative
+    remainder, infinity with a positive one. `split` makes a NaN only with a NaN as weight, so there the weight itself
+    is returned.
 
     Args:
         weight: FP32 tensor of values that BF16 represents.

@@ -11,7 +11,7 @@ _UPPER_HALF = -0x10000
 
 
 def round_stochastic(value: Tensor, bits: Tensor) -> Tensor:
-    """Stochastic rounding: add random bits to the 16 low bits that BF16 drops, then truncate.
+    """Round stochastically: add random bits to the 16 low bits that BF16 drops, then truncate.
 
     The value rounds away from zero with a probability equal to its distance from the lower neighbour, in ulps, so the
     expectation is the value itself (Zamirai et al., arXiv:2010.06192; Ozkara et al., arXiv:2502.20566). A value

@@ -1,7 +1,7 @@
-"""Inspects a checkpoint, or two of a model, in one pass: a table of the parts, and findings.
+"""Inspects one checkpoint of a model, or two, in one pass: a table of the parts, and findings.
 
-One pass over a tensor counts its facts and compares it with an earlier version, if there is one. Findings are what is
-wrong in a checkpoint, and between two. A fresh model and frozen layers give no findings.
+One pass over a tensor counts its facts and compares it with an earlier version, if there is one. Findings say what is
+wrong in a checkpoint or between two. Untrained models and frozen layers give no findings.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from hf_lowprec.tensor_names import PARAMETER_KINDS, parameter_kinds
 
 SECOND_MOMENT = "exp_avg_sq"
 USUAL_RATE = 2e-5
-"""The learning rate if neither the user nor the checkpoint says one: a usual one of fine-tuning."""
+"""The learning rate if neither the user nor the checkpoint gives one: usual in fine-tuning."""
 CHUNK = 1 << 20
-"""Elements that are converted to FP32 at a time."""
+"""The number of elements converted to FP32 at a time."""
 _MOST = 0.9
 _NEARLY_ALL, _NEARLY_NONE = 0.8, 0.02
-"""Shares of weights that moved, of a magnitude and of four times that. If weights move by normally distributed amounts
-before they are rounded, and 0.8 of a magnitude move, 0.3 of four times the magnitude do."""
+"""Shares of moved weights, at one magnitude and at four times that magnitude. If weights move by normally distributed
+amounts before they are rounded, and 0.8 move at one magnitude, 0.3 move at four times that magnitude."""
 _FEWEST_IN_BIN = 100
 _FEWEST_LOST = 0.05
-"""A share of weights that did not follow updates, below which it is not reported."""
+"""The share of weights that did not follow updates below which there is no report."""
 
 
 class Inspection(NamedTuple):
     """The result of an inspection.
 
     Attributes:
-        rate: the learning rate that `lost` in `parts` and the findings are about.
-        parts: for each part of the model and dtype, the number of weights, the share that would lose updates, and the
-            share that moved and the relative distance, which are None for one checkpoint.
+        rate: the learning rate assumed by `lost` in `parts` and by the findings.
+        parts: for each part of the model and dtype, the number of weights, the share that would lose updates, the share
+            that moved, and the relative distance. The last two are None for one checkpoint.
         findings: what is wrong.
     """
 
@@ -61,7 +61,7 @@ def inspect_checkpoints(model: str, later: str | None = None, rate: float | None
     Args:
         model: a folder, or a model on the Hub.
         later: a later checkpoint of the same model.
-        rate: the learning rate; by default that in the checkpoint.
+        rate: the learning rate; by default, the one in the checkpoint.
 
     Raises:
         InputError: a checkpoint cannot be read, or the two do not belong together.
@@ -74,7 +74,7 @@ def inspect_checkpoints(model: str, later: str | None = None, rate: float | None
     facts: dict[str, TensorFacts] = {}
     for name, info in new.items():
         if info.dtype.is_floating_point:
-            # The names of a base model lack the first part, such as "bert." of those of a model with a head.
+            # The names of a base model lack the first part, such as "bert.", that a model with a head adds.
             pair = next((other for other in (name, name.partition(".")[2]) if other in old), name)
             same = later is not None and pair in old and old[pair].shape == info.shape
             with explain_input_errors(f"{name} cannot be read"):
@@ -86,11 +86,11 @@ def inspect_checkpoints(model: str, later: str | None = None, rate: float | None
 
 
 class Trained(StoredParameter):
-    """What saved options and states say of the training of a weight."""
+    """What saved options and states say about the training of a weight."""
 
     @property
     def rate(self) -> float:
-        """The learning rate from which a scheduler computes; that of the group if there is no scheduler."""
+        """The learning rate from which a scheduler computes; the group's own if there is no scheduler."""
         return float(self.group.get("initial_lr") or self.group.get("lr") or 0.0)
 
     @property
@@ -100,7 +100,7 @@ class Trained(StoredParameter):
 
     @property
     def rounding(self) -> str | None:
-        """The rounding mode of 16-bit weights; None if the keys of the group do not tell."""
+        """The rounding mode of 16-bit weights; None if the group's keys do not show it."""
         return self.group.get("rounding", "nearest" if self.is_torch else None)
 
     @property
@@ -113,13 +113,13 @@ class Trained(StoredParameter):
         return (self.step or 0) > 1 and 1 - float(betas[1]) < torch.finfo(info.dtype).eps / 4
 
     def loses_decay(self, dtype: torch.dtype, rate: float) -> bool:
-        """Return whether `1 - rate * weight_decay`, by which torch multiplies a weight of 16 bits, rounds to 1."""
+        """Return whether torch's factor for 16-bit weights, `1 - rate * weight_decay`, rounds to 1."""
         if not self.is_torch or not self.group.get("decoupled_weight_decay") or self.group.get("fused"):
             return False
         return 0 < rate * float(self.group.get("weight_decay") or 0.0) < torch.finfo(dtype).eps / 4
 
     def should_have_moved(self, dtype: torch.dtype) -> bool:
-        """Return whether it got gradients, and neither chance nor a compensation may have kept it in place."""
+        """Return whether it got gradients, and neither chance nor a compensation can have kept it in place."""
         if not self.rate or self.is_pending or (self.rounding == "stochastic" and dtype in LOW_PRECISION_DTYPES):
             return False
         return any(bool(self.read(name).any()) for name in self.infos if name != self.compensation)
@@ -136,7 +136,7 @@ class Checkpoint(NamedTuple):
     Attributes:
         folder: where its files are.
         weights: its weights.
-        trained: how its optimizer, of whichever library, has trained them, by name; empty without an optimizer.
+        trained: how its optimizer, of any library, has trained them, by name; empty without an optimizer.
     """
 
     folder: Path
@@ -168,9 +168,9 @@ def open_checkpoint(name: str, argument: str) -> Checkpoint:
 
 
 def _names_by_order(folder: Path, optimizer: StoredOptimizer) -> list[str | None]:
-    """The names of the parameters, where checkpoints have none, as those of other libraries.
+    """Guess the names of the parameters if the checkpoint has none, as in checkpoints of other libraries.
 
-    They are those of the model, grouped as Trainer does or ungrouped, if the shapes are; empty otherwise.
+    They are the model's names, grouped as Trainer does or ungrouped, if the shapes match; otherwise, the list is empty.
     """
     try:
         model = build_empty_model(*load_config(str(folder)))
@@ -196,11 +196,11 @@ class TensorFacts(NamedTuple):
         dtype: the dtype in which it is stored, to which the earlier version is rounded.
         nonfinite: number of NaNs and infinities.
         at_start: whether all elements are exactly 1, or exactly 0 as in biases and norms that multiply by `1 + weight`.
-        lost: number of elements that an update of the learning rate leaves as they are, rounded to nearest.
+        lost: number of elements that an update as large as the learning rate does not change, rounded to nearest.
         moved: number of elements that differ; None without an earlier version.
         distance: the sum of the squares of the differences.
         norm: the sum of the squares of the earlier elements.
-        exponents: number of elements that stayed and that moved, for each exponent field of FP32 before they moved.
+        exponents: for each exponent field of FP32 in the earlier version, numbers of elements that stayed and moved.
     """
 
     shape: torch.Size
@@ -216,7 +216,7 @@ class TensorFacts(NamedTuple):
 
 @torch.no_grad()
 def tensor_facts(tensor: Tensor, rate: float, earlier: Tensor | None = None) -> TensorFacts:
-    """Count what is in a floating-point tensor.
+    """Count the facts of a floating-point tensor.
 
     Args:
         tensor: the tensor.
@@ -267,11 +267,11 @@ def _parts(facts: dict[str, TensorFacts], kinds: dict[str, str]) -> list[dict[st
 def _findings(
     checkpoint: Checkpoint, facts: Mapping[str, TensorFacts], kinds: Mapping[str, str], rate: float
 ) -> list[Finding]:
-    """Everything that is wrong.
+    """Find everything that is wrong.
 
     Args:
         checkpoint: the checkpoint, or the later one of two.
-        facts: those of its weights, with what moved since the earlier one.
+        facts: the facts of its weights, with what moved since the earlier one.
         kinds: the part of the model that each weight belongs to.
         rate: the learning rate.
     """
@@ -284,7 +284,7 @@ def _findings(
     compared = {name: fact for name, fact in facts.items() if fact.moved is not None}
     moved = {n for n, fact in compared.items() if fact.moved or (n in trained and trained[n].is_pending)}
     if compared and not moved:
-        remedy = f"Check that the second one was saved after training. If it was, in 16 bits: {retrain}"
+        remedy = f"Check that the second one was saved after training. If it was, and in 16 bits: {retrain}"
         return report("nothing_moved", compared, "both checkpoints have the same values in {names}", remedy)
 
     still = [name for name, fact in facts.items() if (fact.at_start if fact.moved is None else name not in moved)]
@@ -302,27 +302,27 @@ def _findings(
         *report(
             "norms_never_moved",
             (name for name in still if kinds[name] == "norms"),
-            "{names} stayed where they were, although they, or the weights around them, were trained. In 16 bits, a "
-            "norm at 1.0 does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16)",
+            "{names} did not move, although they, or the weights around them, were trained. In 16 bits, updates "
+            "smaller than half the spacing (0.002 below 1.0 in BF16) do not move a norm at 1.0",
             retrain,
         ),
         *report(
             "never_moved",
             (name for name in still if kinds[name] != "norms"),
-            "{names} stayed where they were, although gradients arrived",
+            "{names} did not move, although they had gradients",
             f"Check that nothing resets them. For 16-bit weights whose optimizer rounds to nearest: {retrain}",
         ),
         *(_lost_by_rate(narrow, trained, rate, retrain) or _lost_by_magnitude(narrow, retrain)),
         *report(
             "weight_decay_lost",
             (name for name, fact in narrow.items() if name in trained and trained[name].loses_decay(fact.dtype, rate)),
-            "the optimizer multiplies {names} by 1 - lr * weight_decay, and rounding to nearest gives the same again",
+            "the optimizer multiplies {names} by 1 - lr * weight_decay, and rounding restores the old values",
             retrain,
         ),
         *report(
             "second_moment_frozen",
             (name for name, weight in trained.items() if weight.is_frozen),
-            "rounded to nearest, a factor of beta2 changes nothing in {names}",
+            "rounded to nearest, multiplying by beta2 changes nothing in {names}",
         ),
         *report("left_in_fp32", _left_in_fp32(checkpoint.folder, facts, kinds), "{names}"),
         *report("norms_of_16_bits", narrow_norms if 2 * len(narrow_norms) <= len(norms) else (), "{names}"),
@@ -330,7 +330,7 @@ def _findings(
 
 
 def _all_norms(compared: Mapping[str, TensorFacts], moved: set[str], kinds: Mapping[str, str]) -> list[str]:
-    """All norms, if nearly none moved, but nearly all matrices did, in layers as well as in embeddings or the head.
+    """Return unmoved norms, if nearly all norms stayed, but nearly all matrices, and embeddings or the head, moved.
 
     Adapters that were merged into the weights do not move embeddings and heads.
     """
@@ -345,7 +345,7 @@ def _all_norms(compared: Mapping[str, TensorFacts], moved: set[str], kinds: Mapp
 def _lost_by_rate(
     narrow: Mapping[str, TensorFacts], trained: Mapping[str, Trained], rate: float, remedy: str
 ) -> list[Finding]:
-    """Weights rounded to nearest whose spacing is too large for the learning rate, about the size of Adam's updates."""
+    """Report weights rounded to nearest whose spacing is too large for the learning rate, Adam's usual update size."""
     names = [name for name, weight in trained.items() if name in narrow and weight.rounding == "nearest"]
     lost = sum(narrow[name].lost for name in names) / max(sum(narrow[name].shape.numel() for name in names), 1)
     shown = f"rounding to nearest loses updates of {rate:.2g} in {lost:.1%} of the weights of {{names}}"
@@ -353,12 +353,12 @@ def _lost_by_rate(
 
 
 def _lost_by_magnitude(narrow: Mapping[str, TensorFacts], remedy: str) -> list[Finding]:
-    """16-bit weights of which nearly all moved if they are small, and nearly none if they are four times as large.
+    """Report tensors of 16-bit weights in which nearly all small weights moved, and nearly none four times as large.
 
     The spacing of a number is proportional to it. Rounding to nearest loses every update that is smaller than half the
     spacing, so above some magnitude nothing moves. Stochastic rounding moves a weight of twice the spacing half as
-    often, and Kahan summation half as far; FP32 weights that were rounded afterwards moved by amounts that differ much
-    more from one another.
+    often, and Kahan summation half as far; FP32 weights that were rounded afterwards moved by amounts that vary much
+    more.
     """
     names = [name for name, fact in narrow.items() if fact.moved]
     counts = sum((narrow[name].exponents for name in names), torch.zeros(2, EXPONENTS, dtype=torch.int64))
@@ -371,14 +371,12 @@ def _lost_by_magnitude(narrow: Mapping[str, TensorFacts], remedy: str) -> list[F
     first = int(sharp.nonzero()[-1]) + 2
     share = float(every[first:].sum() / every.sum())
     limit = 2.0 ** (first - 127)
-    shown = (
-        f"in {{names}}, nearly all small weights moved and nearly none of those above {limit:.2g}, {share:.1%} of all"
-    )
+    shown = f"in {{names}}, nearly all small weights moved, but nearly none above {limit:.2g} ({share:.1%} of all) did"
     return report("updates_lost", names if share > _FEWEST_LOST else (), shown, remedy)
 
 
 def _left_in_fp32(folder: Path, facts: Mapping[str, TensorFacts], kinds: Mapping[str, str]) -> list[str]:
-    """FP32 matrices among those of 16 bits, unless the model's class asks for them."""
+    """Return FP32 matrices among 16-bit ones, unless the model's class requires FP32."""
     wide = fp32_among_16_bits({name: fact.dtype for name, fact in facts.items() if len(fact.shape) > 1})
     if not wide:
         return []

@@ -43,7 +43,7 @@ class CheckResult(NamedTuple):
     Attributes:
         status: `OK`, `MISSING` or `FAILED`.
         text: one line.
-        unexpected: whether an error ended the check midway, so that other ranks may be waiting for this one.
+        unexpected: whether an error ended the check midway, so that other ranks may wait for this one.
     """
 
     status: str
@@ -64,7 +64,7 @@ class Broken(Exception):
 
 
 def run_check(check: Callable[[], str]) -> CheckResult:
-    """Run a check; whatever it raises is its result, too."""
+    """Run a check. An error that it raises becomes its result."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -86,13 +86,13 @@ def joined_ranks() -> Iterator[None]:
 
 
 def abort_launch() -> NoReturn:
-    """End this process and with it the launch: other ranks may be waiting in a collective that this one left."""
+    """End this process, and with it the launch: other ranks may wait in a collective that this one left."""
     sys.stderr.flush()
     os._exit(1)
 
 
 def show_versions() -> str:
-    """Name the versions and devices that a bug report needs."""
+    """Return the versions and devices that a bug report needs."""
     found = {"hf_lowprec": hf_lowprec.__version__, "Python": platform.python_version()}
     for name in _SHOWN:
         with suppress(metadata.PackageNotFoundError):
@@ -104,7 +104,7 @@ def show_versions() -> str:
 
 
 def check_packages() -> str:
-    """Check that the installed packages meet the requirements in hf_lowprec's metadata, with those of Trainer."""
+    """Check that the installed packages meet the requirements in hf_lowprec's metadata, Trainer's included."""
     try:
         requirements = [Requirement(line) for line in metadata.requires("hf-lowprec") or []]
     except metadata.PackageNotFoundError:
@@ -137,7 +137,7 @@ def check_steps() -> str:
 
 
 def _devices() -> list[torch.device]:
-    """The device of this rank, or all devices of this machine if there are no ranks."""
+    """Return the device of this rank, or all devices of this machine if there are no ranks."""
     device = _training_arguments().device
     if device.type == "cpu":
         device = torch.device("cpu")
@@ -156,12 +156,12 @@ def _check_device_steps(device: torch.device) -> str:
         except (CompilerError, TritonError) as error:
             raise Missing(f"{device} uses the slower 'eager' backend, with the same results: {error}") from None
         if not all(map(torch.equal, compiled, _bits_after_steps(device, backend="eager", **options))):
-            raise Broken(f"{device}: backend {backend!r} with {named} gives other bits than 'eager'")
+            raise Broken(f"{device}: backend {backend!r} with {named} gives different bits from 'eager'")
     return f"{device}: backend {backend!r} gives the same bits as 'eager' ({', '.join(MODES)}, states in 8 bits)"
 
 
 def _bits_after_steps(device: torch.device, **options: Any) -> list[Tensor]:
-    """The bytes of weights and states after three steps on two matrices, one of whole blocks, and an FP32 norm."""
+    """Return the bytes of weights and states after three steps on an FP32 norm and two matrices, one in full blocks."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(257, columns, generator=generator).bfloat16() for columns in (33, 64)] + [torch.ones(33)]
     params = [torch.nn.Parameter(weight.to(device)) for weight in weights]
@@ -249,7 +249,7 @@ def _train() -> tuple[Trainer, dict[str, torch.Tensor]]:
 
 
 def _training_arguments(**options: object) -> TrainingArguments:
-    """`TrainingArguments` that write and print nothing, for the device that Trainer chooses."""
+    """Return `TrainingArguments` that write and print nothing, for the device that Trainer chooses."""
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "log_level": "error"}
     quiet |= {"ddp_find_unused_parameters": False}
     use_cpu = not torch.accelerator.is_available()  # otherwise accelerate starts no process group on a CPU

@@ -1,38 +1,38 @@
 r"""Predicts what rounding does to the updates of a model in a planned run, and recommends an optimizer.
 
-A planned run is a training run that is not started: its learning rates, and how its optimizer rounds. The sizes of its
-updates are those for gradients that are noise (`noise_directions`).
+A planned run is a run before its start: its learning rates, and how its optimizer rounds. The sizes of its updates are
+computed for gradients that are noise (`noise_directions`).
 
 **Rounding to nearest** moves a stored weight of spacing `s` by `Δ = s·round(u/s)`. The lost share of updates is
-`1 - E[u·Δ]/E[u²]`, as the training log has it. For Gaussian `u` of standard deviation σ, integration by parts gives
+`1 - E[u·Δ]/E[u²]`, as in the training log. For Gaussian `u` of standard deviation σ, integration by parts gives
 
     lost = 1 - (s/σ)·√(2/π)·Σ_{j≥0} exp(-((j+½)·s/σ)²/2)
 
-and by Stein's lemma a small drift inside of `u`, such as weight decay, loses the same share. Half is lost at σ = s/3.8.
-Here the expectation is taken over a sample of directions, which need not be Gaussian.
+and by Stein's lemma, a small drift inside `u`, such as weight decay, loses the same share. Half is lost at σ = s/3.8.
+Here, the expectation is taken over a sample of directions, which need not be Gaussian.
 
 **Stochastic rounding** loses nothing. Rounding `u` to a multiple of `s` adds noise of variance `s²·f·(1-f)`, where `f`
 is the fractional part of `u/s`: about `s·|u|` for small updates. The noise of different steps is independent, so its
-variances `v_t` add up. So do those of the displacement that the updates themselves cause, `Σ_t E[u_t²]·persistence`.
-The ratio of the two sums' roots is the *noise* of a run.
+variances `v_t` add up. So do the variances of the updates' own displacement, `Σ_t E[u_t²]·persistence`. The ratio of
+the two sums' roots is the *noise* of a run.
 
 **Error feedback** (`Algorithm.feed_back`) adds `1-β` of the outstanding error to the weight in each step. With the
 step's own rounding error `e`, the outstanding error becomes `O' = β·O + e`. Its variance is `E[e²]/(1-β²)`:
 
 - Errors of the updates give `v/(1-β²)`, with the mean `v` of `v_t`.
-- Payments are rounded as well. If the exact weight is at a fraction `φ` of its spacing, the stored one jumps up with
+- Corrections are rounded as well. If the exact weight is at a fraction `φ` of its spacing, the stored one jumps up with
   probability `(1-β)·φ`, and down with `(1-β)·(1-φ)`. So it is up with probability `φ`: it is the exact weight, rounded
   stochastically once, with variance `s²·φ·(1-φ)`. Weights begin on the grid, so `φ` is the fractional part of the
   displacement over `s`. If that is large, the mean is `s²/6`.
-- Where the learning rate is below `LEAST_RATE` of its peak, only a share `p` is paid back. Payments to payments make
-  `1/(1-p)` errors of one, of each of which `1-p` is never paid back: together `(1-p)·v_t`.
+- Where the learning rate is below `LEAST_RATE` of its peak, only a share `p` is corrected. Corrections of corrections
+  turn one error into `1/(1-p)`, and `1-p` of each is never corrected: together `(1-p)·v_t`.
 
 The noise is the sum of the three, and never more than `Σ_t v_t`.
 
-All of it depends on a weight's spacing alone, the distance to the next BF16 number, and that on its exponent. So a
-histogram of 256 counts replaces a tensor.
+All of this depends only on a weight's spacing, the distance to the next BF16 number, which depends on its exponent. So
+a histogram of 256 counts replaces a tensor.
 
-**Split weights** are rounded as numbers of more bits are: with a remainder of `n` bits, their spacing is `s/2^n`.
+**Split weights** are rounded like numbers with more bits: with a remainder of `n` bits, their spacing is `s/2^n`.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ from hf_lowprec.tensor_names import parameter_kinds
 _ADAMS = ("adam", "adamw", "stableadamw")
 _LION = "lion"
 PREDICTED_ALGORITHMS = (*_ADAMS, "adafactor", _LION)
-"""The algorithms whose updates have a size that does not depend on that of the gradients."""
+"""The algorithms whose updates have a size that does not depend on the gradients' size."""
 _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
-"""Names of transformers whose updates can be predicted: torch's AdamW, which rounds to nearest."""
+"""Names in transformers whose updates can be predicted: torch's AdamW, which rounds to nearest."""
 PREDICTED_MODES = {"nearest": (1.0, False), "stochastic": (1.0, True), "split": (2.0**-16, False)}
-"""The predicted modes: the spacing of what they store, relative to the weight's, and whether it is stochastic."""
+"""The predicted modes: the spacing of what they store, relative to the weight's, and whether they are stochastic."""
 MUCH_NOISE = 10.0
-"""Too much. With up to 12 times as much noise as updates move weights, fine-tuning makes 94% and more of FP32's
-progress; with 21 and 37 times, FP32 itself progresses too little to compare. With 4 times, reinforcement learning earns
-what FP32 does. All without error feedback (`docs/performance/evidence.md`, learning rates and reinforcement
-learning)."""
+"""The noise above which a mode is not recommended. With noise up to 12 times the movement by updates, fine-tuning makes
+94% and more of FP32's progress; with 21 and 37 times, FP32 itself progresses too little to compare. With 4 times,
+reinforcement learning earns as much as with FP32. All are without error feedback (`docs/performance/evidence.md`,
+learning rates and reinforcement learning)."""
 SOME_NOISE = 0.5
-"""Up to here stochastic rounding is recommended: weights then move 12% further than their updates move them (√1.25)."""
+"""The noise up to which stochastic rounding is recommended: weights move 12% further than by their updates (√1.25)."""
 EVALUATED_STEPS = 256
 """A longer run is predicted at this many steps, evenly spaced."""
 _SAMPLE = 512
-"""Directions in a sample."""
+"""The number of directions in a sample."""
 CHUNK = 1 << 22
-"""Elements that are converted at a time."""
+"""The number of elements converted at a time."""
 _MANTISSA_BITS = 7
 
 
@@ -84,8 +84,9 @@ class PlannedRun(NamedTuple):
     Attributes:
         algorithm: one of `PREDICTED_ALGORITHMS`.
         betas: decay rates of the moments.
-        learning_rates: of all steps.
-        weight_decay: what is part of the update. torch's AdamW, unless fused, decays by a multiplication of its own.
+        learning_rates: the learning rates of all steps.
+        weight_decay: the weight decay inside the update. torch's AdamW, unless fused, decays by a separate
+            multiplication.
         rounding: the rounding mode.
     """
 
@@ -102,11 +103,11 @@ def plan_run(
     """Plan a run from the arguments of `TrainingArguments` with these names.
 
     Raises:
-        ValueError: an argument is invalid, or the sizes of updates or learning rates cannot be known beforehand.
+        ValueError: an argument is invalid, or the sizes of updates or the learning rates cannot be predicted.
     """
     valid = (*_TORCH_ADAMW, *(name for name in OPTIMIZER_NAMES if name.split("_bf16_")[0] in PREDICTED_ALGORITHMS))
     if optim not in valid:
-        raise ValueError(f"--optim {optim}: the sizes of its updates are not predicted; valid are {', '.join(valid)}")
+        raise ValueError(f"--optim {optim}: the size of its updates cannot be predicted; valid are {', '.join(valid)}")
     if not learning_rate > 0:
         raise ValueError(f"--lr {learning_rate:g} is not positive")
     args = TrainingArguments(
@@ -133,14 +134,14 @@ def plan_run(
 
 
 def _learning_rates(args: TrainingArguments) -> list[float]:
-    """The learning rate of each of `args.max_steps` steps, from the scheduler that Trainer would build."""
+    """Return the learning rate of each of `args.max_steps` steps, from the scheduler that Trainer would build."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
     try:
         warmup = args.get_warmup_steps(args.max_steps)
         scheduler: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, args.max_steps)
     except (TypeError, ValueError) as error:
         name = SchedulerType(args.lr_scheduler_type).value
-        raise ValueError(f"--scheduler {name}: {error}; name one that needs no arguments") from None
+        raise ValueError(f"--scheduler {name}: {error}; choose one that needs no arguments") from None
     rates = []
     for _ in range(args.max_steps):
         rates.append(float(optimizer.param_groups[0]["lr"]))
@@ -151,10 +152,10 @@ def _learning_rates(args: TrainingArguments) -> list[float]:
 
 @torch.no_grad()
 def count_weights(weights: LazyTensors) -> Tensor:
-    """Read the weights of a model that training stores in 16 bits, all but norms, and count their spacings.
+    """Read the weights that training stores in 16 bits, all but norms, and count their spacings.
 
     Returns:
-        FP64 of shape (2, 256): counts of those with weight decay, and of the others.
+        FP64 of shape (2, 256): counts of the weights with weight decay, and of the others.
 
     Raises:
         ValueError: there are none.
@@ -173,7 +174,7 @@ def predict_rounding(weights: Tensor, run: PlannedRun) -> dict[str, RoundedUpdat
     """Predict what each of `PREDICTED_MODES` does in `run`, at up to `EVALUATED_STEPS` steps.
 
     Args:
-        weights: those with which it begins, see `count_weights`.
+        weights: the initial weights, see `count_weights`.
         run: the planned run.
     """
     directions, last = noise_directions(run.algorithm, run.betas), len(run.learning_rates)
@@ -187,7 +188,7 @@ def predict_rounding(weights: Tensor, run: PlannedRun) -> dict[str, RoundedUpdat
 
 
 def recommend(predicted: dict[str, RoundedUpdates], algorithm: str) -> str:
-    """A sentence with the value of `TrainingArguments.optim` to use, and why; or what to do if no optimizer suits."""
+    """Return a sentence with the `TrainingArguments.optim` to use, and why; or what to do if no optimizer suits."""
     if predicted["stochastic"].noise <= SOME_NOISE:
         return f'Use optim="{algorithm}_bf16_sr": it needs no remainder, and its noise is small.'
     if predicted["split"].lost > LOST:
@@ -196,15 +197,15 @@ def recommend(predicted: dict[str, RoundedUpdates], algorithm: str) -> str:
 
 
 def suits(predicted: dict[str, RoundedUpdates], rounding: str) -> bool:
-    """Return whether a mode neither loses half of the updates nor adds much noise; Kahan summation does neither."""
+    """Return whether a mode neither loses half of the updates nor adds too much noise; Kahan summation does neither."""
     found = predicted.get(rounding)
     return found is None or (found.lost <= LOST and found.noise <= MUCH_NOISE)
 
 
 def noise_directions(algorithm: str, betas: tuple[float, float]) -> Directions:
-    """The directions of an algorithm of `PREDICTED_ALGORITHMS` if gradients are noise.
+    """Return the directions of an algorithm of `PREDICTED_ALGORITHMS` if gradients are noise.
 
-    Such gradients are independent from step to step, Gaussian, and of constant variance.
+    Noise gradients are independent from step to step, Gaussian, and of constant variance.
 
     **Adam, AdamW, StableAdamW**: `r = m̂/√v̂`. With step weights `a_k = (1-β1)·β1^(t-k)/(1-β1^t)`, which add up to 1,
     `m̂ = Σ a_k·g_k`. For β2 near 1, `v̂` is the mean of all `g_k²`. A vector of Gaussian numbers has a uniform
@@ -238,7 +239,7 @@ def noise_directions(algorithm: str, betas: tuple[float, float]) -> Directions:
 
 
 def _lion_persistence(beta1: float, beta2: float) -> float:
-    """`Directions.persistence` of Lion, if gradients are noise."""
+    """Return `Directions.persistence` of Lion, if gradients are noise."""
     tail = beta1 * (1 - beta2)
     tail_square = tail**2 / (1 - beta2**2)
     variance = (1 - beta1) ** 2 + tail_square
@@ -248,22 +249,22 @@ def _lion_persistence(beta1: float, beta2: float) -> float:
 
 
 def _half_normal_sample() -> Tensor:
-    """Absolute values of a standard normal variable at equally likely quantiles, of mean square 1."""
+    """Return absolute values of a standard normal variable at equally likely quantiles, with a mean square of 1."""
     quantiles = (torch.arange(_SAMPLE, dtype=torch.float64) + 0.5) / _SAMPLE
     values = math.sqrt(2) * torch.erfinv(quantiles)
     return values / values.square().mean().sqrt()
 
 
 def magnitudes() -> Tensor:
-    """The root mean square of the numbers with each exponent field, if they are uniform (FP64, 256 elements)."""
+    """Return the root mean square of the numbers with each exponent field, if they are uniform (FP64, 256 elements)."""
     return spacings_by_exponent(torch.bfloat16) * 2**_MANTISSA_BITS * (7 / 3) ** 0.5
 
 
 def count_spacings(tensor: Tensor) -> Tensor:
     """Count the elements of a tensor by the spacing of the BF16 numbers around them.
 
-    Below a power of two, such as the 1.0 of a new norm, numbers are twice as dense as above it; it counts half for each
-    spacing. NaNs and infinities are left out.
+    Numbers are twice as dense below a power of two, such as the 1.0 of a new norm, as above it, so a power of two
+    counts half for each spacing. NaNs and infinities are left out.
 
     Args:
         tensor: any floating-point tensor; it is rounded to BF16 first.
@@ -289,8 +290,8 @@ class Directions(NamedTuple):
     The update of a weight is `u = -lr·(r + wd·w)`, with the *direction* `r` and a decoupled weight decay `wd`.
 
     Attributes:
-        sample: absolute values of directions, equally likely, of both signs (FP64).
-        beta1: the decay rate from which `growth` follows; 0 if directions have their final size from the first step.
+        sample: absolute values of directions, equally likely, with either sign (FP64).
+        beta1: the decay rate that determines `growth`; 0 if directions have their final size from the first step.
         persistence: the variance of a sum of directions over many steps, per step, relative to that of a single one.
         feedback: the decay rate of the momentum through which rounding errors are fed back; 0 if they are not.
     """
@@ -301,7 +302,7 @@ class Directions(NamedTuple):
     feedback: float = 0.0
 
     def growth(self, steps: Tensor) -> Tensor:
-        """The size of directions in each of `steps`, counted from 1, relative to that after many steps."""
+        """Return the size of directions in each of `steps`, counted from 1, relative to the size after many steps."""
         decayed = self.beta1**steps
         return ((1 + decayed) / (1 - decayed)).sqrt()
 
@@ -329,7 +330,7 @@ class RoundedUpdates(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """Root mean square of the noise that rounding adds, relative to that of the displacement."""
+        """Root mean square of the noise that rounding adds, relative to the displacement's."""
         displacement = float(self.displacement.sum())
         return (float(self.variance.sum()) / displacement) ** 0.5 if displacement else 0.0
 
@@ -347,13 +348,13 @@ def round_updates(
     """Predict the rounding of weights' updates.
 
     Args:
-        counts: how many weights have which spacing (see `count_spacings`), one row for each weight decay.
-        directions: of the updates.
-        learning_rates: in each of `steps`.
-        steps: counted from 1; evenly spaced up to the last of the run.
-        weight_decays: decoupled, and part of the same update; 0 if it is a separate operation.
+        counts: the number of weights by spacing (see `count_spacings`), one row for each weight decay.
+        directions: the directions of the updates.
+        learning_rates: the learning rate in each of `steps`.
+        steps: steps counted from 1; evenly spaced up to the last of the run.
+        weight_decays: decoupled weight decays inside the update; 0 if the decay is a separate operation.
         quantum: the spacing of what is stored, relative to the weight's.
-        stochastic: whether it is rounded stochastically, or to nearest.
+        stochastic: whether it is rounded stochastically; otherwise, it is rounded to nearest.
 
     Returns:
         Sums over the weights, for each step.

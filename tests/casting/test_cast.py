@@ -354,7 +354,7 @@ def test_a_model_that_is_wrapped_is_refused(process_group: None) -> None:
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
     for target in (wrapped, nn.Sequential(wrapped), sharded, nn.Sequential(sharded)):
-        with pytest.raises(ValueError, match="cast before prepare"):
+        with pytest.raises(ValueError, match=r"already wrapped or sharded .*; call cast_model before that"):
             cast_model(target)
 
 
@@ -383,7 +383,7 @@ def test_what_transformers_shards_at_load_is_cast_before_it_runs(process_group: 
     model = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
     model.is_distributed_loading_by_transformers = True
     model(torch.ones(1, 2))
-    with pytest.raises(ValueError, match="cast before the first forward pass"):
+    with pytest.raises(ValueError, match="call cast_model before the first forward pass"):
         cast_model(model)
 
 

@@ -224,7 +224,7 @@ def test_a_loss_of_what_a_model_has_computed(said: Any) -> None:
     assert not said()
     accelerator.backward(model[0](X.to(BF16)).square().mean())
     (text,) = said()
-    assert "the training step computes its loss in bfloat16. For FP32, compute it of FP32 predictions" in text
+    assert "the training step computes its loss in bfloat16. For FP32, compute it from predictions.float()" in text
 
 
 def test_what_is_no_16_bit_loss_in_training(said: Any) -> None:

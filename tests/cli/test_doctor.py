@@ -84,7 +84,7 @@ def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew):
     assert status == 1
     assert found["steps"] == (
         "FAILED",
-        "cpu: backend 'native' with rounding='kahan' gives other bits than 'eager'",
+        "cpu: backend 'native' with rounding='kahan' gives different bits from 'eager'",
     )
 
 

@@ -71,7 +71,7 @@ def test_large_weights_lose_more_and_norms_and_integers_do_not_count(tmp_path):
         (["--lr", 1e-3], "it is for predictions, which need a MODEL"),
         (["./nothing", *FINE_TUNING], "MODEL: there is no file or folder './nothing'"),
         (["nobody/nothing", *FINE_TUNING], "there is no folder 'nobody/nothing'"),
-        (["MODEL", *FINE_TUNING, "--optim", "sgd_bf16_sr"], "the sizes of its updates are not predicted"),
+        (["MODEL", *FINE_TUNING, "--optim", "sgd_bf16_sr"], "the size of its updates cannot be predicted"),
     ],
 )
 def test_misuse_is_told_in_a_line(model, words, message):

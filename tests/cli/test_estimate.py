@@ -152,7 +152,9 @@ def test_what_cannot_be_estimated_is_said(tiny, tmp_path):
     for option in ("--gradient-checkpointing", "--chunked-loss"):
         assert "--gradient-checkpointing and --chunked-loss need" in refused(tiny, option)
     config = BertConfig(num_hidden_layers=1)
-    assert "class BertOfTomorrow, which is none of" in refused(write_config(tmp_path / "odd", config, "BertOfTomorrow"))
+    assert "class BertOfTomorrow, which transformers does not have" in refused(
+        write_config(tmp_path / "odd", config, "BertOfTomorrow")
+    )
 
 
 def test_the_best_setting_is_marked_and_printed(tiny):

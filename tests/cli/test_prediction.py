@@ -79,7 +79,7 @@ def test_torchs_unfused_adamw_decays_separately_and_the_fused_one_does_not():
         ({"lr": float("nan")}, "--lr nan is not positive"),
         ({"scheduler": "slow"}, "slow is not a valid SchedulerType"),
         ({"scheduler": "reduce_lr_on_plateau"}, "requires an eval strategy"),
-        ({"scheduler": "warmup_stable_decay"}, "--scheduler warmup_stable_decay: .*; name one that needs no arguments"),
+        ({"scheduler": "warmup_stable_decay"}, "warmup_stable_decay: .*; choose one that needs no arguments"),
     ],
 )
 def test_what_cannot_be_planned(changes, message):
@@ -92,7 +92,7 @@ def test_every_name_is_planned_or_says_why():
         if "_bf16_" in name and name.split("_bf16_")[0] in ("adafactor", "adam", "adamw", "stableadamw", "lion"):
             assert len(plan(name).learning_rates) == 10
         else:
-            with pytest.raises(ValueError, match="are not predicted; valid are adamw_torch, adamw_torch_fused, "):
+            with pytest.raises(ValueError, match="cannot be predicted; valid are adamw_torch, adamw_torch_fused, "):
                 plan(name)
 
 

@@ -175,11 +175,11 @@ def check_files(folder: str, stage: int) -> None:
     engine.save_checkpoint(str(checkpoint), client_state={"rng": np.random.get_state(), "sum": np.ones(2).sum()})
     engine.save_checkpoint(f"{folder}/evil")
     before, latest = contents(engine), checkpoint / "latest"
-    cases = [(latest, lambda path: path.write_text("../evil"), "'../evil', which is outside of")]
+    cases = [(latest, lambda path: path.write_text("../evil"), "'../evil', which is outside")]
     cases += [(latest, lambda path: path.write_text("nothing"), "/nothing' is not a checkpoint of DeepSpeed")]
     for file in [*checkpoint.rglob("*_states.pt")]:
         cases += [(file, lambda path: plant(path, marker), f"{file.name} cannot be read: it names io.open")]
-        cases += [(file, Path.unlink, f"a whole checkpoint of 2 ranks under ZeRO {stage}: {file.name} is missing")]
+        cases += [(file, Path.unlink, f"a complete checkpoint of 2 ranks under ZeRO {stage}: {file.name} is missing")]
     for file, change, said in cases:
         if dist.get_rank() == 0:
             content = file.read_bytes()

@@ -146,5 +146,5 @@ def is_good(checkpoint: Path) -> bool:
     try:
         return choose_checkpoint(str(checkpoint), str(checkpoint.parent)) == str(checkpoint)
     except ValueError as error:
-        assert f"{checkpoint.name}' is not a whole checkpoint: saving was not finished" in str(error)
+        assert f"{checkpoint.name}' is not a complete checkpoint: saving was not finished" in str(error)
         return False

@@ -62,11 +62,11 @@ def test_machines_that_see_different_files(tmp_path):
     shutil.rmtree(partial / "1/out/checkpoint-4")
     expected = {
         (damaged, True): r"out/checkpoint-2$",
-        (damaged, "out/checkpoint-4"): r"ValueError: .*'out/checkpoint-4' is not a whole checkpoint: "
+        (damaged, "out/checkpoint-4"): r"ValueError: .*'out/checkpoint-4' is not a complete checkpoint: "
         r"model.safetensors has 4 bytes instead of 7 \(as rank 1 sees it\)",
         (damaged, True, "out/checkpoint-2"): r"ValueError: .* differs between ranks: \[True, 'out/checkpoint-2'\]",
-        (partial, True): r"ValueError: rank 1 does not see 'out/checkpoint-4'.*save_on_each_node=True",
-        (partial, "out/checkpoint-4"): r"ValueError: rank 1 does not see 'out/checkpoint-4'",
+        (partial, True): r"ValueError: rank 1 cannot see 'out/checkpoint-4'.*save_on_each_node=True",
+        (partial, "out/checkpoint-4"): r"ValueError: rank 1 cannot see 'out/checkpoint-4'",
         (partial, "out/checkpoint-2"): r"out/checkpoint-2$",
         (partial, "hub/name"): r"hub/name$",
     }

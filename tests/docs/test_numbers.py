@@ -202,7 +202,8 @@ def memory_with_activations() -> list[str]:
     autocast, stochastic = (
         peaks[way] for way in ("FP32 + BF16 autocast, torch AdamW fused", "BF16, hf_lowprec stochastic")
     )
-    less = f"{1 - stochastic / autocast:.0%} less than autocast on [one GPU](gpu-step.md#training) with 1.2 billion parameters"
+    gpu = "[one GPU](gpu-step.md#training) with 1.2 billion parameters"
+    less = f"{1 - stochastic / autocast:.0%} less than autocast on {gpu}"
     return [f"{less}: {stochastic:.1f} GB instead of {autocast:.1f}"]
 
 

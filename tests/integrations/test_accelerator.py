@@ -349,7 +349,7 @@ def test_micro_batches_that_were_not_accumulated_as_asked_for_are_an_error():
     with_a_model(built)
     (model,), (optimizer,) = private_apis.prepared_models(built), private_apis.prepared_optimizers(built)
     model(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"accelerator\.backward\(loss\).*in place of loss\.backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"accelerator\.backward\(loss\).*instead of loss\.backward\(\)"):
         optimizer.step()
     built.backward(model(torch.ones(1, 32, dtype=torch.bfloat16)).sum())
     optimizer.step()

@@ -86,7 +86,7 @@ ERRORS = {
     "another learning rate": (another_learning_rate, "change settings before the backward pass"),
     "clipped by torch": (clipped_by_torch, r"gradient of \w+(\.\w+)? was written to .*StableAdamW"),
     "clipped": (lambda m, o: o.clip_grad_norm_(1.0), r"clip_grad_norm_\(1\.0\): .* StableAdamW.*clip='delayed'"),
-    "a norm": (lambda m, o: o.global_grad_norm(), "no norm before it"),
+    "a norm": (lambda m, o: o.global_grad_norm(), "never known before a step"),
     "a scaler": (scaled, "GradScaler scales the loss"),
     "saved": (lambda m, o: o.state_dict(), MIDDLE),
     "copied": (lambda m, o: copy.deepcopy(o), MIDDLE),

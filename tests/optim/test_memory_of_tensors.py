@@ -139,7 +139,7 @@ def test_two_parameters_on_one_memory_are_refused(backend):
         optimizer = AdamW(params, backend=backend)
         for param in params:
             param.grad = torch.ones_like(param)
-        with pytest.raises(ValueError, match=r"parameters (1 and 2|2 and 1) are two objects on the same memory"):
+        with pytest.raises(ValueError, match=r"parameters (1 and 2|2 and 1) are two objects that share memory"):
             optimizer.step()
         assert torch.equal(memory, torch.ones(10)) and not optimizer.state
         params[2].grad = None

@@ -46,10 +46,10 @@ REFUSED = [
     (AdamW, BF16, {**IN_8_BITS, "state_rounding": "nearest"}, "state_rounding='nearest' in param group 0 is not"),
     (AdamW, BF16, {"state_dtype": {"exp_avg": INT8}, "state_rounding": "nearest"}, "always rounded stochastically"),
     (AdamW, BF16, {"state_dtype": {"max_exp_avg_sq": INT8}, "amsgrad": True}, "max_exp_avg_sq does not average over"),
-    (AdamW, BF16, {"amsgrad": True, "factored": True}, "factored=True keeps no second moment of elements"),
+    (AdamW, BF16, {"amsgrad": True, "factored": True}, "amsgrad=True needs the second moment of each element"),
     (AdamW, BF16, {"factored": True, "offload_states": True}, "AdamW or Adam without factored=True"),
     (AdamW, BF16, {"rounding": "split", "state_dtype": {"remainder": BF16}}, "names the state 'remainder'"),
-    (Prodigy, BF16, {"gradient_release": True}, "excludes gradient_release=True"),
+    (Prodigy, BF16, {"gradient_release": True}, "Prodigy sums over all gradients"),
     (
         SGD,
         BF16,

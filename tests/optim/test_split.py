@@ -92,6 +92,6 @@ def test_a_parameter_that_was_cast_to_fp32_later_says_how_to_join_it(rounding):
     param.grad = gradient(1, 40).float()
     with pytest.raises(ValueError, match=r"param.data.copy_\(hf_lowprec.rounding.fp32_value") as raised:
         optimizer.step()
-    advice = str(raised.value).split("Join both, ")[1].split(", or build")[0]
+    advice = str(raised.value).split("Merge them, ")[1].split(", or build")[0]
     exec(advice, {"param": param, "optimizer": optimizer, "hf_lowprec": hf_lowprec})
     assert torch.equal(param.detach(), exact)

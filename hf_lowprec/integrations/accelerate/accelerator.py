@@ -84,8 +84,8 @@ def prepare_accelerator(
 
     Raises:
         ValueError: the accelerator's configuration does not allow gradients to be summed in FP32, or by NCCL if
-            `reduction` asks for that, or it has already prepared a model under DDP, FSDP2 or autocast, or any model if
-            `grad_accumulation` is not "nearest".
+            `reduction` is "nccl"; or the accelerator has already prepared a model under DDP, FSDP2 or autocast, or any
+            model if `grad_accumulation` is not "nearest".
     """
     check_grad_accumulation(grad_accumulation)
     fsdp2.check_reduction(reduction)
@@ -129,7 +129,7 @@ def prepare_accelerator(
 
 
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
-    """Return whether these arguments of `Accelerator.prepare_model` (after the model) say that it is only evaluated."""
+    """Return whether `Accelerator.prepare_model` with these arguments after the model prepares it only to evaluate."""
     return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
 
 
@@ -141,10 +141,10 @@ class PreparedModels(weakref.WeakSet):
 
 
 def _reduce_sharded_at_load(accelerator: Any, model: nn.Module) -> None:
-    """Let gradients be summed in FP32 of a model that transformers has sharded over a device mesh while loading it.
+    """Sum gradients in FP32 for a model that transformers has sharded over a device mesh while loading it.
 
-    FSDP2 reduces the gradients of what it has sharded. Those of what tensor and expert parallelism alone have sharded
-    are complete on their ranks. The others are summed here.
+    FSDP2 reduces the gradients of the parameters that it has sharded. Gradients of parameters that only tensor and
+    expert parallelism have sharded are complete on their ranks. All others are summed here.
 
     Raises:
         ValueError: parallelism is not supported.
@@ -175,12 +175,12 @@ def _reduce_sharded_at_load(accelerator: Any, model: nn.Module) -> None:
         )
     if sizes.tp_size > 1:
         status.notes.append(
-            f"tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits, by torch"
+            f"torch's tensor parallelism sums activations and their gradients over {sizes.tp_size} ranks in 16 bits"
         )
 
 
 def _watching(partial: PartialGradients, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`forward` of a module with partial gradients, whose parameters FSDP2 may have gathered for the first time."""
+    """Run `forward` of a module with partial gradients; FSDP2 may gather its parameters for the first time here."""
     if torch.is_grad_enabled():
         partial.watch()
     return forward(*args, **kwargs)
@@ -193,26 +193,26 @@ def _return_float32_if_cast(model: nn.Module) -> None:
 
 
 def _forbid_later_cast(model: nn.Module) -> None:
-    """Make `cast_model` refuse a prepared model that is not cast: it would miss what `prepare` does for cast models."""
+    """Make `cast_model` reject a prepared model that is not cast: it would lack what `prepare` does for cast models."""
     if not cast_dtypes(model) and any(param.requires_grad for param in model.parameters()):
         PREPARED_UNCAST.add(model)
 
 
 def _check_accumulated(status: ReductionStatus, *_: Any) -> None:
-    """A step pre-hook.
+    """Check, before a step, that gradients were accumulated as requested.
 
     Raises:
-        RuntimeError: gradients were not accumulated as was asked for.
+        RuntimeError: they were not.
     """
     if not all(accumulator.was_active for accumulator in status.accumulators):
         raise RuntimeError(
-            f"grad_accumulation={status.grad_accumulation!r} acts in accelerator.backward(loss), which was not "
-            "called before this step; call it in place of loss.backward()"
+            f"grad_accumulation={status.grad_accumulation!r} needs accelerator.backward(loss), which was not called "
+            "before this step; call it instead of loss.backward()"
         )
 
 
 def _prepare(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare`, which is where FSDP2 shards a model.
+    """`Accelerator.prepare`, in which FSDP2 shards a model.
 
     Raises:
         ValueError: the model cannot be sharded in groups of one dtype, or tensor parallelism is accelerate's own.
@@ -259,7 +259,7 @@ def _prepare(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) ->
 
 
 def _prepare_model(original: Callable, accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_model`, which is where DDP wraps a model.
+    """`Accelerator.prepare_model`, in which DDP wraps a model.
 
     Raises:
         RuntimeError: the ranks' models or settings differ.
@@ -317,8 +317,8 @@ def _prepare_optimizer(original: Callable, accelerator: Any, optimizer: Any, *ar
 
 
 def _backward(original: Callable, accelerator: Any, loss: Any, **kwargs: Any) -> Any:
-    """`Accelerator.backward`: warn of a 16-bit loss; accumulate the gradients of all that is trainable by now."""
-    warn_if_in_16_bits(loss, "the training step", "compute it of FP32 predictions: predictions.float()")
+    """`Accelerator.backward`: warn about a 16-bit loss; accumulate the gradients of what is trainable by now."""
+    warn_if_in_16_bits(loss, "the training step", "compute it from predictions.float()")
     status, comparison, prepared_models = accelerator._hf_lowprec
     comparison.before_backward(
         [model for model in private_apis.prepared_models(accelerator) if model in prepared_models]
@@ -330,7 +330,7 @@ def _backward(original: Callable, accelerator: Any, loss: Any, **kwargs: Any) ->
 
 
 def _save_state(original: Callable, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.save_state`: describe the saved state in its folder, whose name a hook gets."""
+    """`Accelerator.save_state`: write a description of the state into its folder, whose name a hook receives."""
 
     def describe(models: list[nn.Module], weights: Any, folder: str) -> None:
         if models and accelerator.is_main_process:
@@ -359,8 +359,8 @@ def _clip_grad_norm_(
     Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
     micro-batch.
 
-    Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
-    `max_grad_norm=0`; Trainer then logs none.
+    Returns None if gradient release has freed the gradients and only their norm is requested, as Trainer does with
+    `max_grad_norm=0`; Trainer then logs no norm.
     """
     _, comparison, _ = accelerator._hf_lowprec
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -371,8 +371,8 @@ def _clip_grad_norm_(
         if (collector := collector_of(optimizer)) and not ids.isdisjoint(map(id, stepped)):
             if collector.accumulates and not accelerator.sync_gradients:
                 raise RuntimeError(
-                    f"clip_grad_norm_ before the last micro-batch: {collector.argument} clips in the step; call it "
-                    "only if accelerator.sync_gradients"
+                    f"clip_grad_norm_ was called before the last micro-batch, but {collector.argument} clips in the "
+                    "step; call it only if accelerator.sync_gradients"
                 )
             comparison.compare(optimizer, max_norm)
             is_unknown = collector.stepped_in_parts and max_norm == math.inf and optimizer.clip == "exact"
@@ -392,6 +392,6 @@ _METHODS: dict[str, Callable] = {
     "backward": _backward,
     "save_state": _save_state,
 }
-"""Methods of a prepared accelerator and their replacements; those of a user's class are called by them."""
+"""Methods of a prepared accelerator and their replacements, which call the methods of a user's class."""
 _METHODS_OF_ACCELERATE: dict[str, Callable] = {"no_sync": _no_sync, "clip_grad_norm_": _clip_grad_norm_}
-"""The same for methods of accelerate's class; those of a user's class call them by `super()`."""
+"""The same for methods of accelerate's class, which a user's class calls through `super()`."""

@@ -73,17 +73,17 @@ def trains_on_several_ranks(num_processes: int, models: list[Any]) -> bool:
     """Return whether `models` are trained on several ranks.
 
     Args:
-        num_processes: the number of processes that accelerate knows. On a CPU, it may know one only of those over which
-            transformers has sharded a model.
+        num_processes: the number of processes that accelerate knows. On a CPU, it may know only one of the processes
+            over which transformers has sharded a model.
         models: the models.
     """
     return num_processes > 1 or (any(map(is_sharded_at_load, models)) and torch.distributed.get_world_size() > 1)
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable parameters of a model sharded at load of which every rank holds all.
+    """Return the trainable parameters that every rank holds in full, of a model sharded at load.
 
-    Trainer averages their gradients by a hook, in their own dtype, unless they are marked. This marks them.
+    Trainer averages their gradients by a hook, in their own dtype, unless they are marked. This function marks them.
     """
     params = [param for param in model.parameters() if param.requires_grad and not isinstance(param, DTensor)]
     unmarked = [param for param in params if not hasattr(param, _AVERAGED)]
@@ -93,9 +93,9 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def partial_gradients(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Callable]]:
-    """The modules whose gradients transformers sums over the ranks of tensor parallelism, by hooks that forward adds.
+    """Yield the modules whose gradients transformers sums over the ranks of tensor parallelism, by hooks of `forward`.
 
-    The hooks sum what micro-batches have added up so far, and with it again what was summed before.
+    The hooks sum what micro-batches have accumulated so far, so earlier micro-batches are summed again.
 
     Yields:
         The module, the ranks, and its `forward` without these hooks.
@@ -111,7 +111,7 @@ def partial_gradients(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Callab
 def switch_autocast_off(accelerator: Any) -> bool:
     """Set the mixed precision of `accelerator` to "no", and return whether this changed it.
 
-    From then on, it has a state and an FSDP plugin of its own. Accelerate gives all accelerators the same ones.
+    From then on, it has its own state and FSDP plugin, which all accelerators share otherwise.
     """
     was_on = accelerator.mixed_precision != "no"
     accelerator.state = copy.copy(accelerator.state)
@@ -124,7 +124,7 @@ def switch_autocast_off(accelerator: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models that `accelerator` has prepared, including those used only for evaluation: its own list, which grows.
+    """Return accelerate's own, growing list of the models that it has prepared, even those only for evaluation.
 
     A model wrapped by DDP is listed without its wrapper. FSDP2 shards in place.
     """
@@ -132,18 +132,18 @@ def prepared_models(accelerator: Any) -> list[Any]:
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
-    """The optimizers that `accelerator` has prepared, without accelerate's wrappers."""
+    """Return the optimizers that `accelerator` has prepared, without accelerate's wrappers."""
     return [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
 
 
 def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:
-    """The parameters of `model` that FSDP2 will not shard, by the `ignored_modules` of accelerate's plugin."""
+    """Return the parameters of `model` that FSDP2 will not shard, by the `ignored_modules` of accelerate's plugin."""
     return get_parameters_from_modules(accelerator.state.fsdp_plugin.ignored_modules, model, accelerator.device)
 
 
 @contextmanager
 def without_prepared_mark(model: Any) -> Iterator[None]:
-    """Allow `model` to be prepared for training after `Accelerator.prepare_model` was called inside for evaluation.
+    """Allow `model` to be prepared for training after it was prepared inside for evaluation.
 
     Accelerate marks every model that it prepares, even one for evaluation only, and returns marked models unchanged.
     After `Trainer.evaluate()`, `Trainer.train()` would get a model without DDP, and every process would train alone.

@@ -27,7 +27,7 @@ class RankComparison:
 
     Args:
         accelerator: provides the number of ranks and the settings. It keeps this object, which has no reference to it.
-        status: the reductions that were asked for.
+        status: the reductions that were requested.
     """
 
     def __init__(self, accelerator: Accelerator, status: ReductionStatus) -> None:
@@ -42,7 +42,7 @@ class RankComparison:
 
         Args:
             optimizer: any optimizer.
-            models: the list of the accelerator's models, which give parameters their names. Until the step it may grow.
+            models: the accelerator's list of models, which give parameters their names. It may grow until the step.
         """
         if (self._num_processes > 1 or torch.distributed.is_initialized()) and optimizer not in self._watched:
             self._watched[optimizer] = models
@@ -62,9 +62,9 @@ class RankComparison:
             compare_ranks.check_same_settings(self._settings | of_models)
 
     def before_backward(self, models: list[nn.Module]) -> None:
-        """`compare_models` before the first backward pass.
+        """Call `compare_models` before the first backward pass.
 
-        For the gradient of a parameter that one rank has frozen since `prepare`, the others would wait forever.
+        If one rank has frozen a parameter since `prepare`, the others would wait forever for its gradient.
         """
         if self._watched and not self._models_compared and trains_on_several_ranks(self._num_processes, models):
             self._models_compared = True

@@ -29,7 +29,7 @@ _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate lau
 
 
 def check_setup(accelerator: Any, grad_accumulation: str, reduction: str) -> None:
-    """Refuse setups of an accelerator with which gradients would not be summed in FP32.
+    """Check that gradients will be summed in FP32 with this setup of an accelerator.
 
     Raises:
         ValueError: the setup is not supported; the message names the setting and what to change.
@@ -132,8 +132,8 @@ def _check_reduction_by_nccl(accelerator: Any, grad_accumulation: str) -> None:
     kind, config = accelerator.distributed_type, accelerator.parallelism_config
     if kind != DistributedType.FSDP:
         raise ValueError(
-            f"reduction='nccl' is a reduce-scatter of FSDP2, and distributed_type={kind.value}; use FSDP2 (accelerate "
-            "launch --use_fsdp --fsdp_version 2) or reduction='rank_order'"
+            f"reduction='nccl' needs FSDP2, but distributed_type={kind.value}; use FSDP2 (accelerate launch "
+            "--use_fsdp --fsdp_version 2) or reduction='rank_order'"
         )
     replicated = config is not None and config.dp_replicate_enabled
     if replicated or grad_accumulation == "fp32":
@@ -164,7 +164,7 @@ def check_optimizer(accelerator: Any, collector: GradientCollector | None, grad_
     """Raise ValueError if an optimizer takes gradients that `accelerator` would accumulate.
 
     Args:
-        accelerator: the accelerator that is to prepare the optimizer.
+        accelerator: the accelerator that will prepare the optimizer.
         collector: what takes gradients for the optimizer; None if nothing does.
         grad_accumulation: as `prepare_accelerator` takes it.
     """
@@ -172,8 +172,8 @@ def check_optimizer(accelerator: Any, collector: GradientCollector | None, grad_
         return
     if any(map(is_sharded_at_load, prepared_models(accelerator))):
         raise ValueError(
-            f"{collector.argument} takes gradients in every backward pass, before those of a model sharded at load "
-            "(DistributedConfig) are complete; remove it"
+            f"{collector.argument} takes gradients during the backward pass, when a model sharded at load "
+            "(DistributedConfig) has not completed them; remove it"
         )
     steps = accelerator.gradient_accumulation_steps
     if not collector.accumulates and steps > 1:
@@ -189,14 +189,14 @@ def check_optimizer(accelerator: Any, collector: GradientCollector | None, grad_
 
 
 def describe_separate_processes(accelerator: Any) -> str:
-    """Say that more processes were started or asked for than `accelerator` trains with; empty if not."""
+    """Return a message if `accelerator` trains with fewer processes than were started or requested, or nothing."""
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started > accelerator.num_processes:
         return (
             f"{started} processes were started (WORLD_SIZE), but accelerate trains with {accelerator.num_processes}: "
             "each trains alone. Without GPUs, start the script with --use_cpu or use Accelerator(cpu=True)"
         )
-    # Accelerate's launcher of single processes sets no WORLD_SIZE, and an address if it was asked for several.
+    # Accelerate's launcher for a single process sets no WORLD_SIZE, but an address if several were requested.
     if not started and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
         return (
             "accelerate launch was asked for several processes and has started 1, as it does with --cpu; start them "

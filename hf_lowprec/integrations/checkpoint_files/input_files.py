@@ -1,6 +1,6 @@
 """Files and folders that a user names, which may come from elsewhere.
 
-Their content is data, and no file outside of them is read. What cannot be used raises an error that a user understands.
+Their content is only data, and no file outside them is read. Errors about unusable ones are written for users.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class InputError(ValueError):
 def explain_input_errors(what: str) -> Iterator[None]:
     """Turn any error inside into a one-line InputError: `what` and the error's reason.
 
-    Loading fails in many ways (offline, no such name, not a model), for which libraries raise many classes of errors.
+    Loading fails in many ways (offline, no such name, not a model), and libraries raise many classes of errors.
     """
     try:
         yield
@@ -55,14 +55,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def path_inside(folder: Path, name: str, named_in: str) -> Path:
-    """The path of a file in `folder` that the file `named_in` there refers to.
+    """Return the path of a file in `folder` that the file `named_in` there refers to.
 
     Raises:
-        ValueError: it is outside of the folder, where a checkpoint from elsewhere must not make anyone read or write.
+        ValueError: it is outside the folder; an untrusted checkpoint must not cause reads or writes there.
     """
     path = PurePath(name)
     if path.anchor or ".." in path.parts:
-        raise ValueError(f"{named_in} names {name!r}, which is outside of the checkpoint")
+        raise ValueError(f"{named_in} names {name!r}, which is outside the checkpoint")
     return folder / path
 
 
@@ -73,6 +73,6 @@ def check_links(checkpoint: Path) -> None:
     for path in checkpoint.rglob("*"):
         if not Path(target := os.path.realpath(path)).is_relative_to(root):
             raise ValueError(
-                f"{path} is a link to {target}, outside of the checkpoint; if you trust it, copy the checkpoint with "
-                "what its links name (cp -rL)"
+                f"{path} is a link to {target}, outside the checkpoint; if you trust it, copy the checkpoint with "
+                "the files that its links point to (cp -rL)"
             )

@@ -35,7 +35,7 @@ class StoredParameter(NamedTuple):
 
     Attributes:
         group: the options of its param group.
-        infos: shape and dtype of each of its states; codes of 8 bits go by the name of the state.
+        infos: shape and dtype of each of its states; 8-bit codes have the state's name.
         read: reads one of them; codes are decoded to FP32.
         step: how often it was stepped; None if the optimizer does not count.
         low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
@@ -54,11 +54,11 @@ class StoredParameter(NamedTuple):
 
     @property
     def refines(self) -> bool:
-        """True if more is known of the weight than the checkpoint's weight files contain."""
+        """True if the optimizer knows more digits of the weight than the checkpoint's weight files contain."""
         return self.compensation is not None or self.low_bits is not None
 
     def estimate(self, weight: Tensor) -> Tensor:
-        """The FP32 estimate of the parameter, whose stored value is `weight`."""
+        """Return the FP32 estimate of the parameter with the stored value `weight`."""
         if self.low_bits is not None:
             restore_saved_low_bits(weight, self.low_bits)
         kept = self.read(self.compensation) if self.compensation else attached_low_bits(weight)
@@ -113,7 +113,7 @@ def read_optimizer(path: Path, names: list[list[str | None]] | None = None) -> S
     Args:
         path: the file or folder.
         names: the names of the parameters of each group; None if they are unknown. They are not needed if the state
-            dict has names instead of numbers, as those of FSDP2 have.
+            dict has names instead of numbers, as under FSDP2.
 
     Raises:
         ValueError: it cannot be read, is not the state dict of an optimizer, or `names` belong to another one.
@@ -142,7 +142,7 @@ def read_optimizer(path: Path, names: list[list[str | None]] | None = None) -> S
 def _stored_optimizer(
     saved: Mapping[str, Any], read: Callable[[Any, str], Tensor], names: list[str | None] | None
 ) -> StoredOptimizer:
-    """The optimizer with the state dict `saved`, in which tensors may lack their values, which `read` returns."""
+    """Return the optimizer with the state dict `saved`, whose tensors may lack values; `read` returns them."""
     groups = from_saved_form({_GROUPS: saved[_GROUPS]})[_GROUPS]
 
     def parameter(key: Any, group: ParamGroup) -> StoredParameter:
@@ -161,7 +161,7 @@ def _stored_optimizer(
 
 
 def _states(state: Mapping[str, Any], read: Callable[[str], Tensor]) -> LazyTensors:
-    """The states of a parameter, of whose entry `read` returns the values."""
+    """Return the states of a parameter with the entry `state`, whose values `read` returns."""
     tensors = {key: in_own_dtype(key, value) for key, value in state.items() if isinstance(value, Tensor)}
     is_number = all(tensor.dim() == 0 for tensor in tensors.values())
     infos = {

@@ -28,7 +28,7 @@ from hf_lowprec.integrations.checkpoint_files.input_files import InputError, pat
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SHARDED_WEIGHTS, SHARDED_STATE = "pytorch_model_fsdp_0", "optimizer_0"
-"""The folders into which FSDP2 with sharded state dicts writes, and each rank of a model sharded at load its shards."""
+"""The folders for shards: of FSDP2 with sharded state dicts, and of models sharded at load."""
 ZERO_STATES = "*/*_optim_states.pt"
 """The files of DeepSpeed's ZeRO optimizers, one for each rank."""
 _INDEX = "model.safetensors.index.json"
@@ -85,7 +85,7 @@ class LazyTensors(NamedTuple):
     read: Callable[[str], Tensor]
 
     def renamed(self, stored_names: Mapping[str, str]) -> LazyTensors:
-        """The tensors under other names: the keys of `stored_names`, whose values are the present ones."""
+        """Return the tensors under new names: the keys of `stored_names`, whose values are the present names."""
         infos = {name: self.infos[stored_name] for name, stored_name in stored_names.items()}
         return LazyTensors(infos, lambda name: self.read(stored_names[name]))
 
@@ -115,10 +115,10 @@ def open_weights(folder: Path) -> LazyTensors:
 
 
 def _files_of_index(index: Path) -> list[Path]:
-    """The files over which an index says that weights are split.
+    """Return the files of weights that an index lists.
 
     Raises:
-        InputError: it is damaged, or names files outside of its folder.
+        InputError: it is damaged, or names files outside its folder.
     """
     with explain_unreadable(index):
         weight_map = read_json(index).get("weight_map")
@@ -162,7 +162,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # where it was saved, which nobody asks; one of another system cannot be built
+            return PurePosixPath  # where it was saved, which is not used; another system's path cannot be built
         raise ValueError(_refusal(f"{module}.{name}"))
 
 
@@ -170,7 +170,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read the metadata of a folder of `torch.distributed.checkpoint`. torch's own function runs what the file names.
 
     Raises:
-        InputError: the file is damaged, or names anything but metadata, or files outside of the folder.
+        InputError: the file is damaged, or names anything but metadata, or files outside the folder.
     """
     path = folder / ".metadata"
     with explain_unreadable(path), path.open("rb") as file:
@@ -181,9 +181,9 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class ShardedFolder:
-    """The tensors and objects in a folder of `torch.distributed.checkpoint`, whole, by their paths in the state dict.
+    """The full tensors and objects in a folder of `torch.distributed.checkpoint`, by their paths in the state dict.
 
-    Needs no process group.
+    It needs no process group.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -204,7 +204,7 @@ class ShardedFolder:
         return self._load([self._keys[path]])[self._keys[path]]
 
     def outline(self, root: str) -> dict[Any, Any]:
-        """The nested dict `root` of the state dict, lists as dicts; only tensors of several elements lack their values.
+        """Return the nested dict `root` of the state dict. Lists become dicts; tensors of several elements lack values.
 
         Raises:
             InputError: an object is damaged, or holds anything but data.
@@ -222,15 +222,15 @@ class ShardedFolder:
         return found
 
     def tensors(self, root: str) -> LazyTensors:
-        """The tensors whose paths are `(root, name)`."""
+        """Return the tensors whose paths are `(root, name)`."""
         keys = {path[1]: key for path, key in self._keys.items() if path[0] == root and len(path) == 2}
         infos = {name: info for name, key in keys.items() if (info := self._infos[key])}
         return LazyTensors(infos, lambda name: self.read((root, name)))
 
     def check_objects(self) -> None:
-        """Raise InputError if an object that is no tensor is damaged, or holds anything but data.
+        """Raise InputError if an object other than a tensor is damaged, or holds anything but data.
 
-        torch's own reader, with which Trainer resumes, runs what it names.
+        torch's own reader, with which Trainer resumes, runs what the object names.
         """
         self._load(key for key, info in self._infos.items() if info is None)
 
@@ -264,18 +264,18 @@ def is_zero_checkpoint(folder: Path) -> bool:
 
 
 def read_zero_states(checkpoint: Path, tag: str | None = None) -> tuple[Path, int, int]:
-    """Check that a checkpoint of DeepSpeed is whole and holds data alone: DeepSpeed itself runs what its files name.
+    """Check that a checkpoint of DeepSpeed is complete and holds only data: DeepSpeed itself runs what its files name.
 
     Args:
         checkpoint: the folder with the file `latest`.
         tag: the name of the folder in it that has the states; the one that `latest` names by default.
 
     Returns:
-        The folder with the states, the number of ranks that saved them, and the stage of ZeRO, both 0 without it.
+        The folder with the states, the number of ranks that saved them, and the stage of ZeRO; both are 0 without ZeRO.
 
     Raises:
-        ValueError: `latest` names a folder outside of the checkpoint; or a file is missing, is damaged, or holds
-            anything but data.
+        ValueError: `latest` names a folder outside the checkpoint; or a file is missing, is damaged, or holds anything
+            but data.
     """
     from hf_lowprec.integrations.deepspeed.private_apis import SAVED_CLASSES, saved_by
 
@@ -290,7 +290,7 @@ def read_zero_states(checkpoint: Path, tag: str | None = None) -> tuple[Path, in
     names = {*files, "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"}
     names = {re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", name) for name in names for rank in range(max(ranks, 1))}
     if missing := sorted(names - files.keys()):
-        whole = f"a whole checkpoint of {ranks} ranks under ZeRO {stage}" if ranks else "a checkpoint of DeepSpeed"
+        whole = f"a complete checkpoint of {ranks} ranks under ZeRO {stage}" if ranks else "a checkpoint of DeepSpeed"
         raise ValueError(f"{str(folder)!r} is not {whole}: {', '.join(missing)} is missing")
     return folder, ranks, stage
 
@@ -307,7 +307,7 @@ def open_zero_weights(folder: Path) -> LazyTensors:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as error:
         raise ValueError(
-            f"{str(folder)!r} was saved by DeepSpeed, which reads it: pip install deepspeed ({error})"
+            f"{str(folder)!r} was saved by DeepSpeed and needs it to be read: pip install deepspeed ({error})"
         ) from error
     states, _, _ = read_zero_states(folder)
     with explain_unreadable(folder, (AssertionError,)), contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""What DeepSpeed supports: the flags that our optimizers need, settings and optimizers that are refused."""
+"""DeepSpeed's configuration: flags that our optimizers need, and checks for unsupported settings and optimizers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def check_config(config: Mapping[str, Any]) -> None:
         "zero_optimization.zero_quantized_gradients": (zero.get("zero_quantized_gradients"), "sends 4-bit gradients"),
         "zero_optimization.contiguous_gradients": (
             stage < 3 and zero.get("contiguous_gradients") is False and "false",
-            "averages gradients in another way, in 16 bits",
+            "averages gradients in 16 bits",
         ),
-        "zero_optimization.mics_shard_size": (max(zero.get("mics_shard_size", -1), 0), "partitions in another way"),
+        "zero_optimization.mics_shard_size": (max(zero.get("mics_shard_size", -1), 0), "partitions differently"),
         "fp16.enabled": ((config.get("fp16") or {}).get("enabled") is True, "excludes BF16"),
         "torch_autocast.enabled": ((config.get("torch_autocast") or {}).get("enabled"), "excludes a BF16 model"),
-        "tensor_parallel.autotp_size": (autotp > 1 and autotp, "shards otherwise; use tensor parallelism with FSDP2"),
+        "tensor_parallel.autotp_size": (autotp > 1 and autotp, "shards differently; use tensor parallelism with FSDP2"),
         "checkpoint.load_universal": ((config.get("checkpoint") or {}).get("load_universal"), "reads other states"),
         "data_types.grad_accum_dtype": (
             stage == 1 and (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32" and "fp32",
@@ -68,7 +68,7 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
     name = type(optimizer).__name__
     if any(map(optimizer.takes_means, optimizer.param_groups)):
         raise ValueError(
-            f"{name} takes means over whole tensors, which DeepSpeed's flat partitions cut; use AdamW without "
+            f"{name} takes means over whole tensors, which DeepSpeed cuts into flat partitions; use AdamW without "
             "factored=True, or train with FSDP2"
         )
     if hasattr(optimizer, "eval"):
@@ -76,6 +76,8 @@ def check_optimizer(optimizer: LowPrecisionOptimizer) -> None:
             f"{name} changes weights in eval(), but DeepSpeed would not copy them into the model; use AdamW"
         )
     if collector := collector_of(optimizer):
-        raise ValueError(f"{collector.argument}: DeepSpeed averages gradients after the backward pass; remove it")
+        raise ValueError(
+            f"{collector.argument} takes gradients during the backward pass, before DeepSpeed averages them; remove it"
+        )
     if optimizer.state:
         raise ValueError(f"this {name} has states already; build a new one, and load states after preparing it")

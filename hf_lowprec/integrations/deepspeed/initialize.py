@@ -33,22 +33,21 @@ _PARTITIONED = {
     2: "all weights, and a part of gradients and states",
     3: "a part of weights, gradients and states",
 }
-"""By the stage of DeepSpeed's ZeRO, what a rank holds."""
+"""What a rank holds, by the stage of DeepSpeed's ZeRO."""
 
 
 def initialize_deepspeed(
     model: nn.Module, optimizer: LowPrecisionOptimizer, config: Mapping[str, Any] | str | Path, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, with an optimizer of hf_lowprec that keeps its promises under ZeRO 1, 2 and 3.
+    """Call `deepspeed.initialize` with an optimizer of hf_lowprec, which works under ZeRO 1, 2 and 3.
 
-    - The weights, gradients and states are those of one process, bit for bit, given equal gradients: every element
-      keeps its random bits and its block of a state in 8 bits.
+    - Given equal gradients, weights and states equal those of one process bit for bit: every element keeps its random
+      bits and its block of a state in 8 bits.
     - Gradients are sent in BF16 and summed in FP32, in rank order, and the mean is rounded once.
     - `gradient_clipping` is applied inside the step, by an FP32 norm, and does not round gradients.
     - Checkpoints of the engine hold FP32 weights: `zero_to_fp32.py` gives all bits. They resume bit for bit with the
       same number of ranks.
     - ZeRO 1 and 2 step the model's weights themselves, so the copy that DeepSpeed makes of them is freed.
-
     - Norms stay in FP32, though DeepSpeed sends their gradients in BF16.
 
     Args:
@@ -63,7 +62,7 @@ def initialize_deepspeed(
 
     Raises:
         RuntimeError: the ranks' models or settings differ.
-        ValueError: `config` selects what is not supported, such as offload; or `model` has parameters of several
+        ValueError: `config` selects an unsupported feature, such as offload; or `model` has parameters of unsupported
             dtypes; or `optimizer` takes means over whole tensors or releases gradients.
     """
     if not isinstance(config, dict):
@@ -86,7 +85,7 @@ def initialize_deepspeed(
         )
     if shares_experts(zero):
         raise ValueError(
-            "deepspeed.moe.layer.MoE partitions its experts in another way; use the experts of transformers' models"
+            "deepspeed.moe.layer.MoE partitions its experts differently; use the experts of transformers' models"
         )
     partitioned.partition(zero)
     partitioned.give_low_bits(low_bits, shapes)
@@ -95,7 +94,7 @@ def initialize_deepspeed(
 
 
 def _load_checkpoint(original: Callable, engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
-    """`engine.load_checkpoint`, which otherwise loads weights before it finds that the states do not fit.
+    """`engine.load_checkpoint`, which by itself loads weights before it finds that the states do not fit.
 
     Raises:
         ValueError: see `read_zero_states`; or another stage or number of ranks saved the checkpoint. Nothing is loaded.
@@ -108,7 +107,7 @@ def _load_checkpoint(original: Callable, engine: Any, load_dir: str, tag: str | 
     if states and (saved[0], saved[1] == 3) != (ranks, stage == 3):  # ZeRO 1 and 2 hold the same
         raise ValueError(
             f"{str(folder)!r} was saved by {saved[0]} ranks under ZeRO {saved[1]}, and this run has {ranks} under ZeRO "
-            f"{stage}. Resume with those; or write the FP32 weights with hf-lowprec export, and start from them"
+            f"{stage}. Resume with the former, or write the FP32 weights with hf-lowprec export and start from them"
         )
     if stage == 3 and tag and not states:  # DeepSpeed reads FP32 weights, from the folder that `latest` names
         read_zero_states(Path(load_dir))
@@ -125,7 +124,7 @@ def _check_dtypes(model: nn.Module) -> None:
 
 
 def set_up_deepspeed(accelerator: Any, status: ReductionStatus) -> None:
-    """Set in the configuration of an `Accelerator` what our optimizers need, and make `prepare` take them."""
+    """Set what our optimizers need in an `Accelerator`'s configuration, and make `prepare` accept them."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if changed := set_bf16_flags(config):
         status.notes.append(f"set in DeepSpeed's configuration: {', '.join(changed)}")

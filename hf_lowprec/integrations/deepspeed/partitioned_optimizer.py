@@ -1,8 +1,8 @@
-"""The optimizer that DeepSpeed holds in place of one of ours, and steps with flat partitions in place of parameters.
+"""The optimizer that DeepSpeed holds instead of one of ours. It steps flat partitions instead of parameters.
 
-DeepSpeed flattens the parameters of each param group and cuts the result into one partition per rank, wherever that may
-be. Here a partition is a list of parts of parameters again, each of which knows its elements. So random bits, blocks of
-states in 8 bits and the norm are those of one process.
+DeepSpeed flattens the parameters of each param group and cuts the result into one partition per rank, even inside a
+parameter. This optimizer turns a partition back into parts of parameters, each of which knows its elements. So random
+bits, blocks of states in 8 bits and the norm equal those of one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTS, WEIGHTS = "parts", "weights"
 
 
 _DTYPES = (torch.bfloat16, torch.float32)
-"""Of the parameters; the first group must have the first one, which DeepSpeed takes for that of the model."""
+"""The parameters' dtypes. The first group must have the first one, which DeepSpeed takes as the model's dtype."""
 
 
 class _Part(NamedTuple):
@@ -43,9 +43,9 @@ class _Part(NamedTuple):
 
 
 class _SharedGroup(UserDict):
-    """DeepSpeed's view of a param group: the parameters of one dtype. Everything else it shares with the group.
+    """DeepSpeed's view of a param group: the parameters of one dtype. It shares everything else with the group.
 
-    DeepSpeed replaces the parameters by its partitions. Learning rates may be set in either of the two.
+    DeepSpeed replaces the parameters with its partitions. Learning rates may be set in the view or in the group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, position: int, dtype: torch.dtype) -> None:
@@ -115,8 +115,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         """Give this rank's parts the low bits that rank 0 has taken, after `partition`. Every rank must call it.
 
         Args:
-            kept: those that `taken_low_bits` has taken on this rank.
-            shapes: of the model's parameters when it was called, by name.
+            kept: the low bits that `taken_low_bits` has taken on this rank.
+            shapes: the shapes of the model's parameters when it was called, by name.
         """
         parts = [(part, part_of(part)) for part in params_of(self.optimizer)]
         device = private_apis.device_of(self._zero)
@@ -129,7 +129,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         own, parts = self.param_groups[partition.group].data, []  # type: ignore[attr-defined]
         for piece in partition.pieces:
             start, end = piece.bounds[partition.ranks.rank() :][:2]
-            # Ranks share the work on matrices, so each knows all of them.
+            # Ranks share the work on matrices, so each needs all of them.
             if start == end and not self.optimizer.orthogonalizes(own):
                 continue
             where = slice(piece.offset, piece.offset + end - start)
@@ -144,7 +144,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         own["params"] += [part.param for part in parts]
 
     def _norm_of(self, grads: Iterable[Tensor]) -> Tensor:
-        """The norm of the gradients, FP32 scalar; the step that follows clips by it."""
+        """Return the norm of the gradients, an FP32 scalar, by which the next step clips."""
         group = private_apis.data_parallel_group(self._zero)
         total = square_sum_of(grads, private_apis.device_of(self._zero))
         torch.distributed.all_reduce(total, group=group)
@@ -169,7 +169,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The optimizer's state dict, what its parts are, and their weights."""
+        """Return the optimizer's state dict, what its parts are, and their weights."""
         return {
             **self.optimizer.state_dict(),
             PARTS: self._described(),
@@ -180,13 +180,13 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         """Check that `state_dict` is what `state_dict` has returned for the same partitions.
 
         Raises:
-            ValueError: another optimizer saved it, or one with other partitions.
+            ValueError: another optimizer saved it, or its partitions are different.
         """
         described = state_dict.get(PARTS) if isinstance(state_dict, dict) else None
         if described != self._described():
             raise ValueError(
-                "the checkpoint holds other partitions of the parameters than this run has, or another order; resume "
-                "with settings that saved it; or start from the FP32 weights, which hf-lowprec export writes"
+                "the checkpoint partitions or orders the parameters differently from this run; resume with the "
+                "settings that saved it, or start from the FP32 weights, which hf-lowprec export writes"
                 if described is not None
                 else "the checkpoint's optimizer state was not saved by hf_lowprec; resume with the optimizer that "
                 "saved it, or start from the weights alone"
@@ -199,7 +199,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         self._weights = state_dict[WEIGHTS]
 
     def _fp32_weights(self, saved: list[Tensor]) -> list[Tensor]:
-        """The weights to save for DeepSpeed's tools: the best FP32 estimate of each.
+        """Return the weights to save for DeepSpeed's tools: the best FP32 estimate of each.
 
         Args:
             saved: the weights of each partition, which DeepSpeed would save.
@@ -213,7 +213,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _restore_weights(self) -> None:
-        """Undo DeepSpeed's rounding of the FP32 weights that it has loaded: they were saved with what they rounded."""
+        """Undo DeepSpeed's rounding of the FP32 weights that it has loaded, by the 16-bit weights saved with them."""
         for part, weight in zip(params_of(self.optimizer), self._weights, strict=bool(self._weights)):
             part.copy_(weight)
         self._weights = []

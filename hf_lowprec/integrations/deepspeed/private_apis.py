@@ -47,8 +47,8 @@ class Partition(NamedTuple):
     Attributes:
         flat: this rank's part of some parameters, one after the other.
         group: the position of their param group among those that DeepSpeed was given.
-        ranks: those that hold the other parts.
-        pieces: all parameters of the group in order, also those of which this rank holds nothing. The rest is padding.
+        ranks: the ranks that hold the other parts.
+        pieces: all parameters of the group in order, even those that this rank holds nothing of. The rest is padding.
     """
 
     flat: Tensor
@@ -58,7 +58,7 @@ class Partition(NamedTuple):
 
 
 def shares_experts(zero: Any) -> bool:
-    """Return whether the model has DeepSpeed's own layers of experts, which are on some of the ranks each."""
+    """Return whether the model has DeepSpeed's own expert layers, each of which is on only some ranks."""
     return bool(getattr(zero, "has_moe_layers", False))
 
 
@@ -68,7 +68,7 @@ def is_stage_3(zero: Any) -> bool:
 
 
 def partitions(zero: Any) -> Iterator[Partition]:
-    """The flat tensors that a ZeRO optimizer steps on this rank."""
+    """Yield the flat tensors that a ZeRO optimizer steps on this rank."""
     if is_stage_3(zero):
         for k, params in enumerate(zero.fp16_groups):
             ranks, pieces, offset = zero._get_sub_group_process_group(k), [], 0
@@ -116,9 +116,9 @@ def keeping_dtypes() -> Iterator[None]:
 
 
 def step_weights_in_place(zero: Any) -> None:
-    """Let a ZeRO optimizer step the model's weights themselves, in their dtype, and free the BF16 copies that it steps.
+    """Let a ZeRO optimizer step the model's weights themselves, in their dtype, and free its BF16 copies.
 
-    ZeRO 3 makes none of BF16 weights.
+    ZeRO 3 does not copy BF16 weights.
     """
     if is_stage_3(zero):
         for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
@@ -130,21 +130,21 @@ def step_weights_in_place(zero: Any) -> None:
 
 
 def take_clip_grad(zero: Any) -> float:
-    """Return the norm to which a ZeRO optimizer clips, 0 for none, and make it clip no more."""
+    """Return the norm to which a ZeRO optimizer clips, 0 for none, and stop it from clipping."""
     limit, zero.clip_grad = float(zero.clip_grad), 0.0
     return limit
 
 
 def ignore_nonfinite(zero: Any) -> None:
-    """Let a ZeRO optimizer step whatever gradients are, because the optimizer inside skips those that are not finite.
+    """Let a ZeRO optimizer step with any gradients, because the optimizer inside skips those that are not finite.
 
-    ZeRO 3 does not step, but computes the norm first, so that the optimizer counts them.
+    ZeRO 3 does not step, but it computes the norm first, so the optimizer counts the skipped steps.
     """
     zero.check_grad_overflow = False
 
 
 def replace_norm(zero: Any, norm_of: Callable[[Iterable[Tensor]], Tensor]) -> None:
-    """Let `norm_of` compute the norm of the gradients, from this rank's part of them, as the step will take them."""
+    """Let `norm_of` compute the norm from this rank's part of the gradients that the step will use."""
 
     def gradients() -> Iterator[Tensor]:
         stepped = zero.fp32_partitioned_groups_flat if is_stage_3(zero) else zero.single_partition_of_fp32_groups
@@ -158,12 +158,12 @@ def replace_norm(zero: Any, norm_of: Callable[[Iterable[Tensor]], Tensor]) -> No
 
 
 def device_of(zero: Any) -> torch.device:
-    """The device of the partitions."""
+    """Return the device of the partitions."""
     return next(partitions(zero)).flat.device
 
 
 def data_parallel_group(zero: Any) -> Any:
-    """The ranks among which a ZeRO optimizer partitions."""
+    """Return the ranks among which a ZeRO optimizer partitions."""
     return zero.dp_process_group
 
 
@@ -174,7 +174,7 @@ MeanOfSlices = Callable[[list[list[Tensor]], Any, int], Tensor]
 def replace_sums(zero: Any, mean_of: MeanOfSlices) -> None:
     """Let `mean_of` average gradients over ranks."""
     if is_stage_3(zero):
-        zero.reduce_scatter = True  # the way that calls the method below
+        zero.reduce_scatter = True  # this path calls the method below
         setattr(zero, _AVG_SCATTER, lambda params, _: _average_for_stage_3(zero, params, mean_of))
     else:
         zero.reduce_scatter = True
@@ -186,17 +186,17 @@ def replace_sums(zero: Any, mean_of: MeanOfSlices) -> None:
 
 
 def _divisor(zero: Any, group: Any) -> int:
-    """The number of ranks with different samples. Under sequence parallelism, several ranks share one."""
+    """Return the number of ranks with different samples. Under sequence parallelism, several ranks share a sample."""
     return group.size() // int(zero.sequence_parallel_size)
 
 
 def _average_bucket(zero: Any, bucket: list[Any], group: Any, mean_of: MeanOfSlices) -> None:
-    """Replacement of `allreduce_and_scatter` of ZeRO 1 and 2.
+    """Average a bucket, instead of `allreduce_and_scatter` of ZeRO 1 and 2.
 
     Args:
         zero: the ZeRO optimizer.
-        bucket: `(ranks, slice, output)`: a slice of a bucket of gradients, the rank that is to have its mean, and where
-            the mean is added in addition to replacing the slice, or None.
+        bucket: `((rank,), slice, output)`: the rank that gets the mean of a slice of gradients, the slice, which the
+            mean replaces, and a tensor to which the mean is also added, or None.
         group: the ranks.
         mean_of: computes the means.
     """
@@ -216,7 +216,7 @@ def _average_bucket(zero: Any, bucket: list[Any], group: Any, mean_of: MeanOfSli
 
 
 def _average_for_stage_3(zero: Any, params: Sequence[Any], mean_of: MeanOfSlices) -> list[Tensor]:
-    """Replacement of `__avg_scatter_grads` of ZeRO 3: the mean of this rank's partition of each gradient, padded."""
+    """Return the means of this rank's padded partitions of gradients, instead of ZeRO 3's `__avg_scatter_grads`."""
     group = zero._get_param_partition_group(params[0])
     slices: list[list[Tensor]] = [[] for _ in range(group.size())]
     for param in params:
@@ -241,7 +241,7 @@ SAVED_CLASSES = (fragment_address, LossScaler, ZeroStageEnum, *_OF_ARRAYS, *_MAK
 
 
 def saved_by(saved: dict[str, Any]) -> tuple[int, int]:
-    """The number of ranks that have saved a file of optimizer states, and their stage of ZeRO."""
+    """Return the number of ranks that saved the optimizer states, and their stage of ZeRO."""
     states = saved["optimizer_state_dict"]
     ranks = states["partition_count"]  # ZeRO 1 and 2 have one for each param group
     return max(ranks) if isinstance(ranks, list) else ranks, int(states["zero_stage"])
@@ -253,12 +253,12 @@ def wrap_state_dict(
     check: Callable[[Any], None],
     load: Callable[[], None],
 ) -> None:
-    """Change what a ZeRO optimizer saves as weights, and do something before and after it has loaded.
+    """Change the weights that a ZeRO optimizer saves, and call functions before and after it loads.
 
     Args:
         zero: the ZeRO optimizer.
-        save: called with the weights of each partition, without what was padded at its end; returns those to save.
-        check: called with the state dict of the optimizer that is to be loaded; may raise.
+        save: called with the weights of each partition, without the padding at its end; returns the weights to save.
+        check: called with the optimizer's state dict before it is loaded; may raise.
         load: called after a state dict was loaded.
     """
     key = SAVED_WEIGHTS[is_stage_3(zero)]

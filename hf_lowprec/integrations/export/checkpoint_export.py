@@ -50,8 +50,8 @@ _NOT_OF_A_MODEL = re.compile(
     rf"|{re.escape(TRAINER_STATE_NAME)}$|training_args\.bin$|{re.escape(MANIFEST_NAME)}"
     rf"|{re.escape(PARAMETERS_NAME)}$|config\.json$|\.metadata$"
 )
-"""Files and folders of a checkpoint, or of the model that training started from, that an exported folder does not get,
-or that are written anew."""
+"""Files and folders of a checkpoint, or of the model that training started from, that are not copied to an exported
+folder, or are written anew."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _DEFAULT = "default"
 """The adapter that PEFT saves in the folder itself; others have a folder of their own."""
@@ -63,7 +63,7 @@ class ExportReport(NamedTuple):
 
     Attributes:
         tensors: the number of tensors written.
-        refined: the number of weights to which their compensation, or the low bits of their cast, were added.
+        refined: the number of weights to which a compensation, or the low bits of the cast, were added.
         dtype: the dtype in config.json.
         notes: what else the user should know.
     """
@@ -89,10 +89,10 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write the folder that `hf_lowprec.save_pretrained` would have written when a checkpoint was saved.
 
-    Reads checkpoints of Trainer and folders of `Accelerator.save_state`, from one process, DDP or FSDP2, sharded or
-    full, of whole models or PEFT adapters, and those of DeepSpeed's ZeRO, of whole models. It needs neither the
-    training script nor several processes, but memory for the tensors of one file and for those from which one of them
-    is computed.
+    It reads checkpoints of Trainer and folders of `Accelerator.save_state`: from one process, DDP or FSDP2, sharded or
+    full, of whole models or PEFT adapters; and from DeepSpeed's ZeRO, of whole models. It needs neither the training
+    script nor several processes, only memory for the tensors of one file and for those from which one of them is
+    computed.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -135,14 +135,14 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
     holds_others = holds_optimizer(checkpoint) and not is_zero_checkpoint(checkpoint)
     saved_by_accelerate = holds_others or (checkpoint / PARAMETERS_NAME).exists()
     if saved_by_accelerate and not any(checkpoint.glob("random_states_*.pkl")):  # they are written last
-        raise ValueError(f"checkpoint={str(checkpoint)!r} was not finished: it has no random_states_0.pkl")
+        raise ValueError(f"checkpoint={str(checkpoint)!r} is not finished: random_states_0.pkl is missing")
     inner = sorted(path.name for path in checkpoint.glob("checkpoint[-_]*") if path.is_dir())
     if inner:
         raise ValueError(f"{str(checkpoint)!r} is a folder of checkpoints; pass one of {', '.join(inner)}")
 
 
 def _refining(optimizers: list[StoredOptimizer]) -> dict[str, StoredParameter]:
-    """The parameters of which the optimizers know more than the stored weight, by name.
+    """Return the parameters, by name, for which the optimizers know more than the stored weight.
 
     Raises:
         ValueError: their names are not known.
@@ -193,8 +193,8 @@ def _export_model(
     tied = {name: names for names in by_tensor.values() for name in names}
     if unknown := [name for name in refining if name not in tied]:
         raise ValueError(
-            f"the optimizer has a compensation for {unknown[0]}, which the model of config.json does not have, because "
-            f"it was changed after it was built; {_SCRIPT}"
+            f"the optimizer has a compensation for {unknown[0]}, which config.json's model lacks, because the trained "
+            f"model was changed after it was built; {_SCRIPT}"
         )
     refining = {alias: parameter for name, parameter in refining.items() for alias in tied[name]}
     tensors = _estimates(_in_layout_of(model, weights, tied), refining, dtype)
@@ -204,7 +204,7 @@ def _export_model(
 
 
 def _estimates(weights: LazyTensors, refining: Mapping[str, StoredParameter], dtype: torch.dtype) -> LazyTensors:
-    """The FP32 estimates of `weights`, with the dtypes that they have in a folder of `dtype`.
+    """Return the FP32 estimates of `weights`, with the dtypes that they have in a folder of `dtype`.
 
     Raises:
         ValueError: the compensation of a weight has another shape.
@@ -226,15 +226,15 @@ def _estimates(weights: LazyTensors, refining: Mapping[str, StoredParameter], dt
 
 
 def _in_layout_of(model: Any, weights: LazyTensors, tied: Mapping[str, list[str]]) -> LazyTensors:
-    """The weights of a checkpoint under the names and in the shapes that they have in `model`, as optimizer states do.
+    """Return the weights of a checkpoint with the names and shapes that they, and optimizer states, have in `model`.
 
-    transformers saves some models in another layout than it trains them in: names are others, matrices are transposed,
-    and experts, which are one tensor in the model, are several in its files.
+    transformers saves some models in another layout than it trains them in: names differ, matrices are transposed, and
+    experts, which are one tensor in the model, are several in its files.
 
     Args:
         model: the model; it may be on the meta device.
-        weights: the checkpoint's weights, in the layout of the model or in that of its files.
-        tied: the names of each tensor of the model, by each of them.
+        weights: the checkpoint's weights, in the layout of the model or of its files.
+        tied: for each name of a tensor of the model, all of its names.
 
     Returns:
         The tensors of the model, without those that transformers does not save.
@@ -278,8 +278,8 @@ def _in_layout_of(model: Any, weights: LazyTensors, tied: Mapping[str, list[str]
     def read(name: str) -> Tensor:
         if name in stored_names:
             return weights.read(stored_names[name])
-        # Saving is repeated with the elements' positions in place of their values. The position that arrives at each
-        # place of a part says where its value belongs.
+        # Save again, with the elements' positions instead of their values: the position found at each place of a part
+        # says where the value at that place belongs.
         shape, dtype = infos[name]
         source, parts, result = converted[name], parts_of[converted[name]], torch.empty(shape.numel(), dtype=dtype)
         integer = torch.int32 if shape.numel() < 2**31 else torch.int64
@@ -329,7 +329,7 @@ def _export_adapters(
     """Export the adapters of a PEFT model, stored in adapter files, or under the names of their parameters.
 
     Args:
-        adapters: for each adapter, the names of its tensors in an adapter file, and of their parameters; see
+        adapters: for each adapter, the names of its tensors in an adapter file and of their parameters, as in
             `ParameterNames`.
 
     Returns:
@@ -363,7 +363,7 @@ def _export_adapters(
 
 
 def _copy_description(description: Path, folder: Path) -> None:
-    """Copy what a model folder has besides weights and config.json, such as the tokenizer and generation config."""
+    """Copy the files of a model folder other than weights and config.json, such as tokenizer and generation config."""
     for path in sorted(description.iterdir()):
         target = folder / path.name
         if _NOT_OF_A_MODEL.match(path.name) or target.is_dir() or path.samefile(folder):  # adapters are written
@@ -373,7 +373,7 @@ def _copy_description(description: Path, folder: Path) -> None:
 
 @contextmanager
 def _removed_if_it_fails(folder: Path) -> Iterator[None]:
-    """Remove what was written to `folder` if it remains incomplete, so that nobody takes it for a model."""
+    """Remove what was written to `folder` if an error leaves it incomplete, so that it is not mistaken for a model."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
 """Names for the parameters of a saved optimizer, whose state dict only numbers them.
 
-A checkpoint gets a small file with the names, and with the files that describe the model, where the checkpoint has
-none. `export_checkpoint` reads them, so that it works without the training script.
+A checkpoint gets a small file with the names, and the files that describe the model if it has none.
+`export_checkpoint` reads them, so that it works without the training script.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ParameterNames(NamedTuple):
     """The content of the file.
 
     Attributes:
-        optimizers: for each optimizer, for each of its param groups, the names of the parameters in order; None stands
+        optimizers: for each optimizer and each of its param groups, the names of the parameters in order; None stands
             for a parameter of another model.
         adapters: for each adapter, the names of its tensors in an adapter file -> the names of the parameters. Empty
             for models without adapters.
@@ -55,7 +55,7 @@ def write_parameter_names(folder: Path, model: nn.Module, optimizers: Iterable[A
     ]
     try:
         adapters = _adapters(model)
-    except Exception as error:  # PEFT's many methods; a checkpoint must be saved in any case
+    except Exception as error:  # PEFT has many methods, and the checkpoint must be saved in any case
         logger.warning("the adapters' names cannot be saved, so %s cannot be exported: %s", folder, error)
         adapters = {}
     content = {"format": FORMAT, **ParameterNames(groups, adapters)._asdict()}
@@ -64,7 +64,7 @@ def write_parameter_names(folder: Path, model: nn.Module, optimizers: Iterable[A
 
 
 def write_model_description(folder: Path, model: Any, processing_class: Any = None) -> None:
-    """Write what a model folder has besides weights: configurations and the tokenizer or processor."""
+    """Write the files of a model folder other than weights: configurations and the tokenizer or processor."""
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     if is_peft(model):
         base = type(model.get_base_model())
@@ -88,13 +88,13 @@ def write_model_description(folder: Path, model: Any, processing_class: Any = No
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    """Return whether `model` is one of transformers', which this process may not have imported, or not have at all."""
+    """Return whether `model` is a transformers model; transformers may not be imported, or not be installed."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def _adapters(model: Any) -> dict[str, dict[str, str]]:
-    """`ParameterNames.adapters` of `model`."""
+    """Return `ParameterNames.adapters` for `model`."""
     if not has_adapters(model):
         return {}
     recorded = RecordedOperations(model.state_dict())
@@ -115,7 +115,7 @@ def _adapters(model: Any) -> dict[str, dict[str, str]]:
 
 
 def _parameter_with_values(model: nn.Module, tensor: Tensor) -> str | None:
-    """The name of the prompt encoder's parameter that PEFT saves as `tensor`; None if it saves what is computed."""
+    """Return the name of the prompt encoder's parameter that PEFT saves as `tensor`; None if `tensor` is computed."""
     prompts = {name: param for name, param in model.named_parameters() if name.startswith("prompt_encoder.")}
     same_shape = (name for name, param in prompts.items() if param.shape == tensor.shape)
     equal = (name for name in same_shape if torch.equal(prompts[name].detach().to(tensor.device, tensor.dtype), tensor))

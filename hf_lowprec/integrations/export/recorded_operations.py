@@ -1,7 +1,7 @@
-"""Records what a library does with tensors that have no values yet, to do it later with their values.
+"""Records what a library does to tensors without values, to repeat it later with the values.
 
-transformers splits, renames and transposes tensors when it saves a model. Run on tensors of the meta device, this takes
-no memory; each file's tensors are then computed when the file is written.
+transformers splits, renames and transposes tensors when it saves a model. On tensors of the meta device, this takes no
+memory; each file's tensors are then computed when the file is written.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _Call(NamedTuple):
 
     Attributes:
         function: the function.
-        arguments: what it was called with: `(args, kwargs)`.
-        results: the ids of what it returned, of tensors those of the tensors without values that stand for them.
+        arguments: the `(args, kwargs)` of the call.
+        results: the ids of what it returned; for tensors, the ids of the tensors without values that stand for them.
     """
 
     function: Callable
@@ -36,7 +36,7 @@ class _Recorded(NamedTuple):
     Attributes:
         tensor: the tensor on the meta device. Keeping it alive keeps its id unique.
         sources: the names of the sources that it depends on.
-        call: what has computed it; None for a source.
+        call: the call that computed it; None for a source.
     """
 
     tensor: Tensor
@@ -60,20 +60,20 @@ class RecordedOperations(TorchFunctionMode):
         self.tensors = {name: self._record(source, frozenset([name]), None) for name, source in sources.items()}
 
     def sources_of(self, tensor: Any) -> frozenset[str]:
-        """The names of the sources from which `tensor` is computed; empty for other tensors and objects."""
+        """Return the names of the sources from which `tensor` is computed; empty for other tensors and objects."""
         recorded = self._recorded.get(id(tensor))
         return frozenset() if recorded is None else recorded.sources
 
     def evaluate(self, tensors: Iterable[Tensor], values: Mapping[str, Tensor]) -> list[Tensor]:
         """Compute the values of `tensors` from the values of their sources; other tensors are returned unchanged.
 
-        Operations that several of them depend on are done once.
+        Each operation runs once, even if several tensors depend on it.
         """
         known: dict[int, Any] = {id(self.tensors[name]): value for name, value in values.items()}
         return [self._value(tensor, known) for tensor in tensors]
 
     def _value(self, tensor: Any, known: dict[int, Any]) -> Any:
-        """`evaluate` for one tensor, or anything else; `known` are the values so far, by the ids of their tensors."""
+        """Evaluate one tensor, or any other object; `known` are the values so far, by the ids of their tensors."""
         if id(tensor) in self._recorded and id(tensor) not in known:
             call = self._recorded[id(tensor)].call
             assert call is not None, "the value of a source is missing"

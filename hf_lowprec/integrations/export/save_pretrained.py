@@ -1,7 +1,7 @@
 """`save_pretrained`: writes a model that is being trained as a standard folder, compensation included.
 
 transformers and PEFT write the folder by their own `save_pretrained`, so names, tied weights, files and configuration
-are as they always are. They are given tensors without values, which are computed when their file is written.
+are the usual ones. They are given tensors without values, which are computed when their file is written.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from hf_lowprec.wrapped_method import temporarily_wrapped
 ExportDtype = Literal["float32", "bfloat16"]
 """The dtypes of an exported folder, by name."""
 MAX_SHARD_SIZE = "5GB"
-"""The size of a file by default. It bounds the memory that saving takes, and is the Hub's recommendation."""
+"""The default size of a file, which the Hub recommends. It bounds the memory that saving takes."""
 _DONE, _FAILED = -1, -2
-"""The numbers that rank 0 announces in place of a tensor's."""
+"""What rank 0 announces instead of a tensor's number."""
 _CHUNK = 1 << 22
-"""Elements that are rounded at a time. It bounds the memory of their random bits."""
+"""The number of elements rounded at a time. It bounds the memory of their random bits."""
 
 
 @without_grad
@@ -65,8 +65,8 @@ def save_pretrained(
     writes the folder, which is complete when the function returns on any rank. Under DDP, ranks other than 0 return at
     once.
 
-    It needs memory for the tensors of one file and one more tensor. A warning names trainable 16-bit
-    parameters that `optimizer` does not train, as in `fp32_state_dict`.
+    It needs memory for the tensors of one file and one more tensor. A warning names trainable 16-bit parameters that
+    `optimizer` does not train, as in `fp32_state_dict`.
 
     Args:
         model: the trained transformers or PEFT model, with or without the wrappers of accelerate, DDP,
@@ -163,7 +163,7 @@ def save_lazy_tensors(
     dtype: torch.dtype,
     max_shard_size: int | str,
 ) -> None:
-    """Call `model.save_pretrained`, which writes `tensors` in place of the model's own.
+    """Call `model.save_pretrained`, which writes `tensors` instead of the model's own.
 
     At any time, the tensors of one file are in memory, and those from which one of them is computed. The adapters of a
     model are small, so they are computed together.
@@ -189,9 +189,9 @@ def save_lazy_tensors(
             with _prompt_encoder_with(model, tensors):
                 model.save_pretrained(folder, state_dict=recorded.tensors | values)
             return
-        # transformers writes config.json first, with the dtype of training: a process that is killed after the weights
-        # would leave a folder that loads in that dtype. For the same reason, that of an earlier model goes before its
-        # weights.
+        # transformers writes config.json first, with the dtype of training: if the process were killed after the
+        # weights, the folder would load in that dtype. For the same reason, the config.json of an earlier model is
+        # removed before its weights.
         config = model.config
         with (
             temporarily_wrapped(config, "to_json_file", lambda *_, **__: None),
@@ -209,7 +209,7 @@ def _value(tensors: LazyTensors, name: str) -> Tensor:
 
 
 def _computed(file: dict[str, Tensor], tensors: LazyTensors, recorded: RecordedOperations) -> dict[str, Tensor]:
-    """Compute the tensors of one file; those with the same sources one after the other, so that these are read once."""
+    """Compute the tensors of one file, in the order of their sources, so that each source is read once."""
     by_sources: dict[frozenset[str], list[str]] = {}
     for name, tensor in file.items():
         by_sources.setdefault(recorded.sources_of(tensor), []).append(name)
@@ -244,7 +244,7 @@ def _copied_config(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _prompt_encoder_with(model: nn.Module, tensors: LazyTensors) -> Iterator[None]:
-    """Give the prompt encoders of a PEFT model the values of `tensors` inside; PEFT saves what they compute."""
+    """Inside, give the prompt encoders of a PEFT model the values of `tensors`; PEFT saves what they compute."""
     params = {name: param for name, param in model.named_parameters() if name.startswith("prompt_encoder.")}
     trained = {name: param.data for name, param in params.items()}
     try:
@@ -257,7 +257,7 @@ def _prompt_encoder_with(model: nn.Module, tensors: LazyTensors) -> Iterator[Non
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of an exported folder.
+    """Return the dtype of an exported folder.
 
     Raises:
         ValueError: it is neither FP32 nor BF16.
@@ -269,7 +269,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def saved_dtype(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in the file of a tensor that training stores as `stored`, in a folder of `dtype`.
+    """Return the dtype in the file of a tensor that training stores as `stored`, in a folder of `dtype`.
 
     In a BF16 folder, what training keeps in FP32 stays FP32, as in the folders that Trainer saves.
     """
@@ -279,16 +279,16 @@ def saved_dtype(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 def saved_value(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter as its file holds it. From a wider dtype to BF16, it is rounded stochastically.
+    """Return a parameter as its file holds it: rounded stochastically if the file is BF16 and the parameter is not.
 
     At a small learning rate, a whole run can move most weights by less than half of BF16's spacing. If training started
-    from BF16 weights, rounding to nearest takes such a weight back to where it started, and a part of what the model
-    has learned is lost. Stochastic rounding keeps the weight on average.
+    from BF16 weights, rounding to nearest returns such a weight to its initial value, and a part of what the model has
+    learned is lost. Stochastic rounding keeps the change on average.
 
     Args:
-        name: of the parameter. The random bits depend on it alone, so saving twice writes the same file.
+        name: the parameter's name. The random bits depend only on it, so saving twice writes the same file.
         value: a tensor on the CPU.
-        dtype: of the file.
+        dtype: the dtype in the file.
     """
     if dtype != torch.bfloat16 or value.dtype == dtype:
         return value.to(dtype)

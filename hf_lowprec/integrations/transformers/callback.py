@@ -51,7 +51,7 @@ LOST_UPDATES = "lost_updates"
 NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"
 MANY_MICRO_BATCHES = 128
-"""From this many micro-batches, rounding at each one loses percents of the gradient."""
+"""With this many micro-batches or more, rounding at each one loses percents of the gradient."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +64,12 @@ class LowPrecisionCallback(TrainerCallback):
     in Trainer's constructor, before it is moved to the device.
 
     If one of our optimizers trains 16-bit weights, every training log gets `lost_updates`: the share of that step's
-    weight changes that was lost in rounding, from 0 (none) to 1 (all), unless chance makes it meaningless, as where
-    stochastic rounding meets learning rates near zero. Where it is clearly above 0 for a part of the
-    model, the log says so by part, as in `lost_updates/attention`. Where something else is lost, the log also gets
-    `lost_second_moment` and `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight
-    decay, and `norms_never_moved`, the share of norm weights that have not changed since training began. If one of
-    these numbers, or anything else, shows that part of the training has no effect, there is one warning, with any
+    weight changes that was lost in rounding, from 0 (none) to 1 (all). It is left out where chance makes it
+    meaningless, as with stochastic rounding at learning rates near zero. If it is clearly above 0 for a part of the
+    model, the log also has it by part, as in `lost_updates/attention`. If something else is lost, the log gets
+    `lost_second_moment` and `lost_weight_decay`, the shares lost of the second moment's decay and of the weight decay,
+    and `norms_never_moved`, the share of norm weights that have not changed since training began. If one of these
+    numbers, or anything else, shows that a part of the training has no effect, there is one warning, with any
     optimizer. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
@@ -113,8 +113,8 @@ class LowPrecisionCallback(TrainerCallback):
         """Start over for a Trainer that is being built.
 
         Args:
-            optim_args: its parsed `optim_args`: patterns to add to the callback's own, and values that replace the
-                callback's other arguments.
+            optim_args: the Trainer's parsed `optim_args`: patterns to add to the callback's own, and values that
+                replace the callback's other arguments.
             keep_low_bits: whether the optimizer can use the low bits that the cast rounds off.
 
         Raises:
@@ -135,7 +135,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.rounding_schedule = options.rounding_schedule
         self._trained: nn.Module | None = None
         self.weights_match_optimizer = False
-        """True while a run takes steps: the model has the weights that the optimizer's compensations belong to."""
+        """True while a run takes steps: the optimizer's compensations belong to the model's weights."""
         self.saves_checkpoint = False
         """True while the Trainer saves a checkpoint."""
         self.saved_checkpoint: Path | None = None
@@ -152,7 +152,7 @@ class LowPrecisionCallback(TrainerCallback):
         check_quantized_weights_are_frozen(model)
         for module in filter(runs_under_autocast, model.modules()):  # an earlier Trainer had mixed precision
             extract_model_from_parallel(module, keep_fp32_wrapper=False)
-        # The others may name modules of a loss around the model, which is checked when the optimizer is created.
+        # Other entries may name modules of a loss around the model, which is checked when the optimizer is created.
         entries = matching_entries(ModuleTree.of(model), self.entries) if outputs_next_to_loss else self.entries
         self.cast_report = cast_model(model, self.dtype, entries, self.keep_low_bits)
         self._trained = model
@@ -222,7 +222,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.weights_match_optimizer = True
 
     def _notes(self, args: TrainingArguments, state: TrainerState, optimizer: Any) -> list[str]:
-        """The last lines of the precision report."""
+        """Return the last lines of the precision report."""
         notes = self.reduction.lines() if self.reduction else []
         if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
             way_out = "; grad_accumulation='fp32' avoids this for 4 bytes per parameter"
@@ -252,7 +252,7 @@ class LowPrecisionCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Warn of findings; add the precision of the step and `skipped_steps` to the logs and the state's history."""
+        """Warn about findings; add the step's precision and `skipped_steps` to the logs and the state's history."""
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
@@ -265,7 +265,7 @@ class LowPrecisionCallback(TrainerCallback):
         state.log_history[-1] |= additions
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Release no more gradients; warn of findings if there was no log; keep low bits for the next optimizer.
+        """Stop releasing gradients; warn about findings if there was no log; keep low bits for the next optimizer.
 
         If the best weights were loaded, they are cast again, since PEFT loads adapters in FP32. Their low bits were
         loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
@@ -286,15 +286,15 @@ class LowPrecisionCallback(TrainerCallback):
             keep_low_bits(optimizer)
         elif state.is_world_process_zero:
             logger.warning(
-                "hf_lowprec: the best weights, of %s, were loaded as they are stored, in 16 bits, since this run could "
-                "not read their compensations or remainders. `hf-lowprec export %s FOLDER` writes the FP32 weights, if "
-                "the checkpoint has an optimizer state",
+                "hf_lowprec: the best weights, from %s, were loaded in 16 bits, as stored: this run could not read "
+                "their compensations or remainders. If the checkpoint has an optimizer state, `hf-lowprec export %s "
+                "FOLDER` writes the FP32 weights",
                 best,
                 best,
             )
 
     def end_by_error(self, args: TrainingArguments, optimizer: Any) -> None:
-        """End a run that an exception has ended as `on_train_end` would: in a notebook, another Trainer may follow.
+        """Clean up after an exception as `on_train_end` would: in a notebook, another Trainer may follow.
 
         With several ranks, no low bits are kept: reading the weights would wait for collectives that other ranks may
         never join.
@@ -307,21 +307,21 @@ class LowPrecisionCallback(TrainerCallback):
 
 
 def callback_of(trainer: Trainer) -> Any:
-    """The `LowPrecisionCallback` that `trainer` was built with; None if it is not one of our Trainers."""
+    """Return the `LowPrecisionCallback` that `trainer` was built with; None if it is not one of our Trainers."""
     return getattr(trainer, TRAINERS_CALLBACK, None)
 
 
 def _stop_collecting(optimizer: Any) -> None:
-    """Leave later backward passes alone."""
+    """Stop taking gradients in later backward passes."""
     if collector := collector_of(optimizer):
         collector.stop()
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
-    """The numbers for Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
+    """Return the numbers for Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
 
-    `lost_updates` is left out if three standard errors are more than itself and more than a half: it says nothing then.
-    It is also there for each part of the model that has lost some.
+    `lost_updates` is left out if three standard errors exceed both it and a half, because it says nothing then. It is
+    also given for each part of the model that has lost updates.
     """
     whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
     parts = {f"{LOST_UPDATES}/{kind}": values for kind, values in precision.by_kind.items() if kind != ALL}

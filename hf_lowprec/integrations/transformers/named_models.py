@@ -1,4 +1,4 @@
-"""The models that a user names on the command line: their files, or a model without weights from config.json alone.
+"""Loads models that a user names on the command line: their files, or a model without weights from its config.json.
 
 That file is not trusted: no code or weights that it names are loaded, and the number of modules is limited.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MAX_MODULES = 200_000
-"""Maximum number of modules of a model, which take 20 seconds to build; 2048 experts in 15 layers are half of it."""
+"""The largest number of modules, which take 20 seconds to build; 2048 experts in 15 layers need half of it."""
 
 _FILES_ON_THE_HUB = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "*config.json"]
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
@@ -28,7 +28,7 @@ _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
 
 
 def find_model_folder(name: str, argument: str = "MODEL") -> Path:
-    """The folder of a model.
+    """Return the folder of a model.
 
     Args:
         name: a folder, or a model on the Hub. Its safetensors files and configurations are downloaded, unless they have
@@ -60,8 +60,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         The configuration, and the transformers class of the model.
 
     Raises:
-        InputError: there is no configuration, it is not that of a transformers model, it is quantized,
-            or it names files.
+        InputError: there is no configuration; or it is not a transformers model's, is quantized, or names files.
     """
     import transformers
 
@@ -77,7 +76,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         code = "; the code that its auto_map names is not run" if "auto_map" in content else ""
-        raise InputError(f"{failed}: model_type={model_type!r} is none of transformers'{code}")
+        raise InputError(f"{failed}: model_type={model_type!r} is not a model type of transformers{code}")
     with explain_input_errors(failed):
         config = transformers.CONFIG_MAPPING[model_type].from_dict(_drop_implementations(content))
     names = config.architectures
@@ -87,7 +86,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         )
     cls = getattr(transformers, str(names[0]), None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
-        raise InputError(f"{name!r} is a model of the class {names[0]}, which is none of transformers' models")
+        raise InputError(f"{name!r} is a model of the class {names[0]}, which transformers does not have")
     return config, cls
 
 
@@ -112,7 +111,7 @@ def build_empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> n
     for name, param in model.named_parameters():
         if not param.numel():
             raise InputError(
-                f"with the numbers in its configuration {cls.__name__} has a weight without elements: {name} of shape "
+                f"the configuration gives {cls.__name__} a weight without elements: {name} of shape "
                 f"{tuple(param.shape)}"
             )
     return model
@@ -130,7 +129,7 @@ def _check_path_exists(name: str, option: str) -> None:
 
 
 def _check_config(content: dict[str, Any], name: str) -> None:
-    """Raise InputError for a configuration of a quantized model, or one that makes libraries load files.
+    """Raise InputError if a configuration is a quantized model's, or makes libraries load files.
 
     Args:
         content: the parsed config.json.
@@ -139,18 +138,18 @@ def _check_config(content: dict[str, Any], name: str) -> None:
     for key, value in _items(content):
         if key == "quantization_config" and value is not None:
             raise InputError(
-                f"{name!r} is quantized, and quantized weights are not trained; pass the model that it was made from"
+                f"{name!r} is quantized, and quantized weights cannot be trained; pass the unquantized model"
             )
         # timm reads the name with urlsplit, which drops tabs and line breaks.
         if isinstance(value, str) and (key == "checkpoint_path" or _TIMM_SOURCE.search("".join(value.split()))):
             raise InputError(
-                f"{key}={value!r} in the configuration of {name!r} makes timm load files, which it must not; "
-                "use the name of a timm architecture"
+                f"{key}={value!r} in the configuration of {name!r} would make timm load files; use the "
+                "name of a timm architecture"
             )
         if key == "backbone" and isinstance(value, str) and "/" in value:
             raise InputError(
-                f"backbone={value!r} in the configuration of {name!r} is another repository, which is not read; "
-                "set its configuration as backbone_config"
+                f"backbone={value!r} in the configuration of {name!r} names another repository, which is not "
+                "read; set its configuration as backbone_config"
             )
 
 
@@ -168,7 +167,7 @@ def _items(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _drop_implementations(content: Any) -> Any:
     """Copy `content` without its choices of code for attention and experts, which may name a repository on the Hub.
 
-    An argument of `from_pretrained` does not override them: transformers applies the file's choice after it.
+    An argument of `from_pretrained` does not override them: transformers applies the file's choice last.
     """
     if isinstance(content, dict):
         return {key: _drop_implementations(value) for key, value in content.items() if not _IMPLEMENTATION.search(key)}
@@ -177,7 +176,7 @@ def _drop_implementations(content: Any) -> Any:
 
 @contextmanager
 def _limit_modules() -> Iterator[None]:
-    """Raise InputError if a model built inside gets more than MAX_MODULES, whichever number in its config causes it."""
+    """Raise InputError if a model built inside gets more than MAX_MODULES, whatever in its config causes it."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     count = 0

@@ -1,6 +1,6 @@
 """Parses `optim_args` into one `OptimArgs`, from which all other code reads its options.
 
-transformers passes it as one string of pairs, `"key=value,key=value"`, so the value of every option is a string.
+transformers passes `optim_args` as one string, `"key=value,key=value"`, so the value of every option is a string.
 
 The value of `rounding` may be a schedule, `"rounding=stochastic:0.8|kahan"`: each phase has a mode and the share of the
 run's steps that it lasts; the last phase has no share and lasts until the end.
@@ -48,7 +48,7 @@ class OptimArgs:
 
 
 def optim_args_of(args: Any) -> OptimArgs:
-    """The `optim_args` of a `TrainingArguments` with one of our `optim` names.
+    """Return the parsed `optim_args` of a `TrainingArguments` with one of our `optim` names.
 
     Raises:
         ValueError: a part is not of the form `key=value`, or a key is unknown or repeated.
@@ -82,12 +82,12 @@ def _parsed_optim_args(name: str, text: str) -> OptimArgs:
 
 
 def optimizer_name(args: Any) -> str:
-    """The `optim` of `TrainingArguments` as a string."""
+    """Return the `optim` of `TrainingArguments` as a string."""
     return str(getattr(args.optim, "value", args.optim))
 
 
 def option_strings(text: str) -> dict[str, str]:
-    """`"key=value,key=value"` as a dictionary of strings. A comma that no `key=` follows belongs to the value.
+    """Split `"key=value,key=value"` into a dictionary of strings. A comma not followed by `key=` belongs to the value.
 
     Raises:
         ValueError: a part is not of this form, or a key is repeated.
@@ -119,7 +119,7 @@ class Phase(NamedTuple):
 class RoundingSchedule:
     """A schedule of rounding modes: the phases of a run, in order; the last ends at 1.
 
-    The mode depends only on the number of steps taken and of all steps, so a resumed run follows the same schedule.
+    The mode depends only on the steps taken and the total number of steps, so a resumed run follows the same schedule.
     """
 
     phases: tuple[Phase, ...]
@@ -143,17 +143,17 @@ class RoundingSchedule:
         if not valid or (ends and ends[-1] >= 1):
             raise ValueError(
                 f"optim_args: rounding={text!r} cannot be parsed; use one of {', '.join(map(repr, MODES))}, or a "
-                "schedule such as stochastic:0.8|kahan: modes separated by |, each but the last with its share of the "
-                "steps, and the shares less than 1 in total"
+                "schedule such as stochastic:0.8|kahan: modes separated by |, each but the last followed by its share "
+                "of the steps; the shares must add up to less than 1"
             )
         return cls(tuple(map(Phase, modes, [*ends, 1.0])))
 
     def mode(self, step: int, max_steps: int) -> str:
-        """The mode of the step that follows `step` steps of a run of `max_steps`."""
+        """Return the mode of the step that follows `step` steps of a run of `max_steps`."""
         return next((phase.mode for phase in self.phases if step < round(phase.end * max_steps)), self.phases[-1].mode)
 
     def apply(self, optimizer: LowPrecisionOptimizer, step: int, max_steps: int) -> bool:
-        """Give all param groups the mode of the step that follows `step` steps. Returns whether a mode has changed."""
+        """Give all param groups the mode of the step that follows `step` steps. Return whether a mode has changed."""
         mode = self.mode(step, max_steps)
         changed = [group for group in optimizer.param_groups if group["rounding"] != mode]
         for group in changed:
@@ -161,7 +161,7 @@ class RoundingSchedule:
         return bool(changed)
 
     def describe(self, max_steps: int) -> str:
-        """The phases with the numbers of their last steps, for the precision report."""
+        """Return the phases with the numbers of their last steps, for the precision report."""
         *first, last = self.phases
         words = [f"{phase.mode} to step {round(phase.end * max_steps)}" for phase in first]
         return ", ".join([*words, f"then {last.mode}"])

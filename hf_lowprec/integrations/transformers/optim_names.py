@@ -1,4 +1,4 @@
-"""Adds our optimizer names to those that `TrainingArguments(optim=…)` accepts. Imports no part of Trainer."""
+"""Adds our optimizer names to those that `TrainingArguments(optim=…)` accepts, without importing Trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_versions() -> None:
 
 
 def import_trainer() -> None:
-    """Import Trainer before the modules of this package that import it: its import wraps it, which needs them whole."""
+    """Import Trainer before the modules of this package that import it: its import wraps it, which needs them ready."""
     import transformers.trainer  # noqa: F401
 
 
@@ -54,7 +54,7 @@ def _add_member(name: str) -> None:
 
 
 def _explain_unknown_names() -> None:
-    """Let the error about an unknown name end with the closest of some 80 known ones, or why ours are not known."""
+    """Let the error about an unknown name end with the closest known one, or with the reason why ours are unknown."""
     if "_missing_" in vars(OptimizerNames):
         return
 

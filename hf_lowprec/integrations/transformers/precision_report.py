@@ -88,7 +88,7 @@ def _matrices(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
 
 
 def _names_of_low_bits_states(optimizer: LowPrecisionOptimizer) -> str:
-    """The names of the states that hold low bits: compensation, remainder or both."""
+    """Return the names of the states that hold low bits: compensation, remainder or both."""
     modes = (MODES[group["rounding"]] for group in optimizer.param_groups)
     names = (state.name for mode in modes for state in mode.auxiliary if state.holds_low_bits)
     return ", ".join(dict.fromkeys(names))
@@ -102,7 +102,7 @@ def _frozen(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
-    """How weights are rounded, and states in 16 or 8 bits that average or add up over steps, compensations included."""
+    """Describe how weights are rounded, and 16- or 8-bit states that accumulate over steps, compensations included."""
     bits_by_rounding: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if param.requires_grad]
@@ -144,15 +144,15 @@ def _row(
 
     Args:
         title: what the line is about.
-        count: elements by dtype that exist at once.
-        of: all of them, if they do not exist at once.
-        scales: of a state, the scales of its elements in 8 bits by dtype.
-        of_means: whether it is a state with one element per row or column.
+        count: the elements that exist at once, by dtype.
+        of: all elements, if they do not exist at once.
+        scales: for a state with 8-bit elements, their scales by dtype.
+        of_means: whether the line is about a state with one element per row or column.
     """
     total = sum((of or count).values())
     stored = [*count.items(), *(scales or Counter()).items()]
     size = sum(n * dtype.itemsize for dtype, n in stored)
-    # An element of quantized data may hold several weights, or part of one.
+    # An element of quantized data may hold several weights, or a part of one.
     floats = scales is not None or all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats and not of_means else f"{'':21}"
     shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())

@@ -53,11 +53,11 @@ MOVE_MODEL = "_move_model_to_device"
 
 @functools.cache
 def constructor_arguments(constructor: Callable) -> list[str]:
-    """The names of the arguments of Trainer's constructor, without `self`, in order.
+    """Return the names of the arguments of Trainer's constructor, without `self`, in order.
 
     Args:
-        constructor: Trainer's, or one by which another library has replaced it. If that takes `*args`, Trainer's source
-            names them.
+        constructor: Trainer's, or the one that another library has put in its place. If it takes `*args`, their names
+            come from Trainer's source.
     """
     parameters = inspect.signature(constructor).parameters.values()
     if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
@@ -68,7 +68,7 @@ def constructor_arguments(constructor: Callable) -> list[str]:
 
 
 def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
-    """The folder to which `trainer` saves the checkpoint of its current step.
+    """Return the folder to which `trainer` saves the checkpoint of its current step.
 
     Args:
         trainer: the Trainer, during training.
@@ -78,7 +78,7 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
 
 
 def state_dict_type(trainer: Trainer) -> str | None:
-    """How checkpoints of `trainer` hold a sharded model: FULL_STATE_DICT or SHARDED_STATE_DICT; None for others."""
+    """Return how checkpoints hold a sharded model: FULL_STATE_DICT or SHARDED_STATE_DICT; None for other models."""
     if is_sharded_at_load(trainer.model):
         return StateDictType.SHARDED_STATE_DICT.name
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -102,14 +102,14 @@ def _set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def saving_whole_models(trainer: Trainer) -> AbstractContextManager[None]:
-    """Let `save_model` write whole models under FSDP inside. Where checkpoints hold shards, Trainer writes nothing."""
+    """Inside, let `save_model` write full models under FSDP. Where checkpoints hold shards, Trainer writes nothing."""
     if not saves_sharded(trainer) or is_sharded_at_load(trainer.model):
         return nullcontext()
     return _set_inside(trainer.accelerator.state.fsdp_plugin, "state_dict_type", StateDictType.FULL_STATE_DICT)
 
 
 def allowing_checkpoints(args: Any, model: Any) -> AbstractContextManager[None]:
-    """Let a Trainer be built inside that saves checkpoints of a `model` sharded at load. Trainer refuses to."""
+    """Allow building a Trainer inside that saves checkpoints of a `model` sharded at load, which Trainer rejects."""
     return (
         nullcontext() if args is None or not is_sharded_at_load(model) else _set_inside(args, "save_only_model", True)
     )
@@ -118,16 +118,16 @@ def allowing_checkpoints(args: Any, model: Any) -> AbstractContextManager[None]:
 def one_group_for_all_meshes() -> AbstractContextManager[None]:
     """Let Trainer build param groups inside as it does for a model that is not sharded.
 
-    It splits them by device mesh, which our optimizers do by themselves. Parameters would have other numbers, and thus
-    other random bits, and a checkpoint would not fit another mesh.
+    Trainer splits them by device mesh, which our optimizers do by themselves. Parameters would get other numbers, and
+    thus other random bits, and a checkpoint would not fit another mesh.
     """
     return temporarily_wrapped(transformers.trainer, "has_mixed_dtensor", lambda original, params: False)
 
 
 def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
-    """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` in place of the tensors of each file.
+    """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` instead of each file's tensors.
 
-    It takes a whole state dict and writes it file by file, so tensors can be computed when their file is written.
+    It takes a full state dict and writes it file by file, so tensors can be computed when their file is written.
     """
 
     def save_file(original: Callable, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -153,7 +153,7 @@ def trainer_states_read_by(
 
 
 def calling_after_trainer_state(act: Callable[[], None]) -> AbstractContextManager[None]:
-    """Call `act` inside when Trainer has written `trainer_state.json`, before it deletes older checkpoints."""
+    """Inside, call `act` when Trainer has written `trainer_state.json`, before it deletes older checkpoints."""
 
     def save_to_json(original: Callable, state: TrainerState, json_path: str) -> None:
         original(state, json_path)

@@ -1,7 +1,8 @@
-"""Measures the precision of a Trainer's run, and warns of what is wrong.
+"""Measures the precision of a Trainer's run, and warns about problems.
 
-A step is measured if it will be logged, or one of the run if none is. Errors in this do not end the run. A Trainer
-without anything of this package gets a `LostUpdatesWarning`, which warns once if updates are lost in rounding.
+A step is measured if it will be logged; if none will be, one step of the run is measured. Errors in measurements do not
+end the run. A Trainer that does not use this package gets a `LostUpdatesWarning`, which warns once if updates are lost
+in rounding.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunMonitor:
-    """A `PrecisionMonitor` that ends itself, with one warning, if it raises an error.
+    """A `PrecisionMonitor` that stops itself, with one warning, if it raises an error.
 
-    It lets the error pass if ranks measure shards together: the others would wait for a rank that has stopped. It does
-    nothing for an optimizer that is None or has no parameters in 16 bits.
+    If ranks measure shards together, the error is raised, because the others would wait for a rank that has stopped.
+    For an optimizer that is None or has no 16-bit parameters, nothing is measured.
 
     Args:
         optimizer: the optimizer.
         model: the model.
-        warns: whether to warn; else another rank does.
+        warns: whether this rank warns.
         across_ranks: see `PrecisionMonitor`.
-        codes: the findings to warn of, each once.
+        codes: the findings to warn about, each once.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RunMonitor:
             self.measured = True
 
     def evaluate_and_warn(self) -> StepPrecision | None:
-        """Evaluate what was measured since the last log, warn of what was not found before, and return the numbers."""
+        """Evaluate what was measured since the last log, warn about new findings, and return the numbers."""
         measured, self.measured = self.measured, False
         if self._ended:
             self.close()
@@ -96,7 +97,7 @@ class RunMonitor:
         return None
 
     def end_run(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Stop watching. If the run has had no training log at all, warn of the step that was measured."""
+        """Stop watching. If the run has had no training log, warn about the step that was measured."""
         if _is_never_logged(args, state):
             self.evaluate_and_warn()
         self.close()
@@ -115,7 +116,7 @@ class RunMonitor:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """Measure nothing more. The hooks stay until the next log: an optimizer that runs them cannot lose them."""
+        """Stop measuring. The hooks stay until the next log, because they cannot be removed while they run."""
         if self._ranks_measure_together:
             raise error
         if self._warns and not self._ended:
@@ -137,9 +138,9 @@ def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 def _is_to_be_measured(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
-    """Return whether to measure step number `step`: if it will be logged, or if that is not known, now and then.
+    """Return whether to measure step `step`: if it will be logged or, where that is unknown, once in a while.
 
-    Of a run without any log, the step in the middle is measured: at both ends of a schedule, learning rates are small.
+    In a run without logs, the step in the middle is measured, because learning rates are small at both ends.
 
     Args:
         step: the number of the coming step, from 1.
@@ -157,8 +158,8 @@ def _is_to_be_measured(step: int, args: TrainingArguments, state: TrainerState, 
 class LostUpdatesWarning(TrainerCallback):
     """Measures a few steps of a run with 16-bit weights, and warns if their updates are lost.
 
-    It adds nothing to the logs and stops watching after its warning. The numbers are those of rank 0, without
-    communication: sharded weights are the same there in kind.
+    It adds nothing to the logs and stops watching after its warning. It measures only rank 0's weights, without
+    communication: its shards are typical of all.
     """
 
     def __init__(self) -> None:
@@ -170,7 +171,7 @@ class LostUpdatesWarning(TrainerCallback):
         self._monitor.close()
         self._logs = 0
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        # The steps of our optimizers wait for other ranks, which measure nothing.
+        # With shards, measured steps of our optimizers wait for the other ranks, which measure nothing.
         waits = isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, params_of(optimizer)))
         watched = optimizer if state.is_world_process_zero and not waits else None
         self._monitor = RunMonitor(watched, kwargs["model"], across_ranks=False, codes=("updates_lost",))
@@ -192,12 +193,12 @@ class LostUpdatesWarning(TrainerCallback):
             self._monitor.close()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Stop watching; a run without logs has its warning now."""
+        """Stop watching; a run without logs gets its warning now."""
         self._monitor.end_run(args, state)
 
 
 def add_lost_updates_warning(trainer: Trainer) -> None:
-    """Let a Trainer without anything of this package be watched, unless another library owns its weights."""
+    """Watch a Trainer that does not use this package, unless another library owns its weights."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     is_fsdp1 = trainer.is_fsdp_enabled and int(getattr(plugin, "fsdp_version", 1)) == 1
     if not (trainer.is_deepspeed_enabled or is_fsdp1):

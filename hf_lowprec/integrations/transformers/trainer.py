@@ -66,7 +66,7 @@ def build(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> No
         original(trainer, *args, **kwargs)
         try:
             add_lost_updates_warning(trainer)
-        except Exception as error:  # another library may build it in another way
+        except Exception as error:  # another library may build it differently
             logger.info("hf_lowprec: this Trainer is not watched for lost updates: %r", error)
         return
 
@@ -94,7 +94,7 @@ def build(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> No
         private_apis.allowing_checkpoints(training_arguments, model),
         temporarily_wrapped(trainer, private_apis.MOVE_MODEL, lambda *move: moves.append(move)),
     ):
-        # By position what was given by position, and by name what was given twice.
+        # Positional arguments stay positional. Those also passed by name stay so, and Python raises its error.
         named = {name: value for name, value in arguments.items() if name not in positions}
         original(trainer, *map(arguments.get, positions), *args[len(positions) :], **kwargs | named)
     check_one_gpu(trainer)
@@ -103,7 +103,7 @@ def build(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> No
     for move, *moved_to in moves:
         move(*moved_to)
     private_apis.read_checkpoints_in_float32(trainer)
-    if callback.reduction is None:  # a subclass creates its accelerator in another way
+    if callback.reduction is None:  # a subclass creates its accelerator differently
         callback.prepare(trainer.accelerator)
     if type(trainer).create_optimizer is not Trainer.create_optimizer:  # it need not call Trainer's
         wrap_method(trainer, "create_optimizer", create_optimizer)
@@ -120,14 +120,14 @@ def create_accelerator(original: Callable, trainer: Trainer, *args: Any, **kwarg
 
 
 def norm_over_meshes(original: Callable, trainer: Trainer, model: nn.Module, max_norm: float) -> Any:
-    """Trainer's method that clips gradients on several device meshes: let our optimizers clip inside their step."""
+    """Clip gradients on several device meshes, instead of Trainer's method: our optimizers clip inside their step."""
     if not isinstance(unwrap_optimizer(trainer.optimizer), LowPrecisionOptimizer):
         return original(trainer, model, max_norm)
     return trainer.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def create_optimizer(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer.create_optimizer`, called when training begins: catch up with changes since the Trainer was built."""
+    """`Trainer.create_optimizer`, called when training begins: handle changes since the Trainer was built."""
     _catch_up(trainer, args[0] if args else kwargs.get("model"))
     cls, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, None)
     is_ours = trainer.args.optim in OPTIMIZER_NAMES or _is_our_optimizer(cls)
@@ -141,7 +141,7 @@ def _is_our_optimizer(cls: Any) -> bool:
 
 
 def get_optimizer_cls_and_kwargs(original: Callable, args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-    """`Trainer.get_optimizer_cls_and_kwargs`, a static method: return those of our optimizer for one of our names.
+    """`Trainer.get_optimizer_cls_and_kwargs`, a static method: for our names, return our optimizer and its arguments.
 
     Raises:
         ValueError: the arguments are invalid, or the model has nothing to train or was not cast.
@@ -164,8 +164,8 @@ def get_optimizer_cls_and_kwargs(original: Callable, args: TrainingArguments, mo
 def _catch_up(trainer: Trainer, model: nn.Module | None) -> None:
     """Cast what a checkpoint or the user has added to a cast model, such as adapters. The rest is not changed.
 
-    If `compute_loss` or `training_step` were replaced, they may need outputs in FP32.
-    In losses around the model, cast every model, so that it returns FP32. Parameters of the losses stay in FP32.
+    If `compute_loss` or `training_step` was replaced, it may need outputs in FP32. In losses around the model, every
+    model is cast, so that it returns FP32; parameters of the losses stay in FP32.
 
     Args:
         trainer: the Trainer, about to create its optimizer or to keep one that it was given.
@@ -191,7 +191,7 @@ def _catch_up(trainer: Trainer, model: nn.Module | None) -> None:
 
 
 def _settings_of_given_optimizer(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The settings of an hf_lowprec optimizer among the constructor's arguments, by param group; empty without one."""
+    """Return the settings of an hf_lowprec optimizer passed to the constructor, by param group; empty without one."""
     optimizer, _ = arguments.get("optimizers") or (None, None)
     if isinstance(optimizer, LowPrecisionOptimizer):
         return optimizer.param_groups
@@ -200,7 +200,7 @@ def _settings_of_given_optimizer(arguments: Mapping[str, Any]) -> Sequence[Mappi
 
 
 def _with_losses(trainer: Trainer, model: nn.Module) -> nn.Module:
-    """The losses that contain `model`, which sentence-transformers trains and keeps in `trainer.loss`; else `model`."""
+    """Return the losses around `model` that sentence-transformers trains (`trainer.loss`); else `model`."""
     loss = getattr(trainer, "loss", None)
     if isinstance(loss, dict) and all(isinstance(one, nn.Module) for one in loss.values()):
         loss = nn.ModuleDict(loss)
@@ -218,7 +218,7 @@ def _is_ours(callback: Any) -> bool:
 
 
 def _needs_outputs(trainer: Trainer) -> bool:
-    """Return whether the Trainer may compute its loss from outputs although the model has also returned a loss.
+    """Return whether the Trainer may compute its loss from outputs even if the model has returned a loss.
 
     The Trainers of transformers and TRL do not: they leave out the labels, or use the model's loss. Nor does a
     `training_step` that calls theirs, which returns only the loss.
@@ -239,14 +239,14 @@ _EVERY_TRAINER: dict[str, Callable] = {
     # Converts state between optimizers of this library and torch's own, in both directions.
     private_apis.LOAD_OPTIMIZER: load.load_optimizer,
 }
-"""Method -> its wrapper, for every Trainer: they determine whether a Trainer is one of ours, or meet its files."""
+"""Method -> its wrapper, for every Trainer: they decide whether a Trainer is one of ours, or read its files."""
 
 _OUR_TRAINERS: dict[str, Callable] = {
     # Turns autocast off and sets up FP32 sums of gradients.
     "create_accelerator_and_postprocess": create_accelerator,
     # Clips inside the optimizer's step, where Trainer scales gradients on several device meshes itself.
     private_apis.NORM_OVER_MESHES: norm_over_meshes,
-    # Chooses a whole checkpoint to resume from, and reads its state.
+    # Chooses a complete checkpoint to resume from, and reads its state.
     "train": resume.train,
     # Ends a run that resumes from its final checkpoint; Trainer would take one more step.
     private_apis.RUN_EPOCH: resume.run_epoch,

@@ -30,7 +30,7 @@ _ADAPTERS = "train adapters on it (peft.get_peft_model), or load it without quan
 
 
 def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
-    """The optimizer class and keyword arguments for `TrainingArguments` with one of our `optim` names.
+    """Return the optimizer class and keyword arguments for `TrainingArguments` with one of our `optim` names.
 
     `optim_args` takes precedence over the dedicated fields (`adam_beta1`, …). These take precedence over the class's
     defaults only if they were changed: Adam's default β2 of 0.999 must not become every algorithm's β2. A field without
@@ -59,7 +59,7 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
 
 
 def checked_arguments(args: Any) -> dict[str, Any]:
-    """The optimizer's keyword arguments. Raises the errors of its constructor before any model is changed.
+    """Return the optimizer's keyword arguments, and raise its constructor's errors before any model is changed.
 
     Raises:
         ValueError: see `optimizer_arguments`; or a value is out of range; or `optim_target_modules` or TRL's
@@ -73,7 +73,7 @@ def checked_arguments(args: Any) -> dict[str, Any]:
         )
     if getattr(args, "cast_lm_head_to_fp32", False):  # in TRL's configurations; it upcasts an already rounded head
         raise ValueError(
-            "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
+            "cast_lm_head_to_fp32=True acts only after the cast to 16 bits; set optim_args='keep_fp32=lm_head' instead"
         )
     if kwargs.get("gradient_release") is True:
         norm = optim_args_of(args).optimizer.get("max_grad_norm", args.max_grad_norm)
@@ -84,8 +84,8 @@ def checked_arguments(args: Any) -> dict[str, Any]:
 def copy_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
     """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
-    Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.
-    Unless told otherwise, its DDP looks for unused parameters, which excludes taking gradients in the backward pass.
+    Trainer writes its `weight_decay` into the param groups, and its `max_grad_norm` decides whether it clips. By
+    default, its DDP looks for unused parameters, so no gradient could be taken during the backward pass.
     """
     for key, field in _REPLACED_FIELDS.items():
         setattr(args, field, options.get(key, getattr(args, field)))
@@ -97,7 +97,7 @@ def copy_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
 
 
 def _adam_fields(args: Any, open_defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments from Trainer's changed `adam_…` fields.
+    """Return keyword arguments from Trainer's changed `adam_…` fields.
 
     Args:
         args: Trainer's arguments.
@@ -138,7 +138,7 @@ def check_precision(args: Any) -> None:
 
 
 def check_one_gpu(trainer: Trainer) -> None:
-    """Raise ValueError for DataParallel. Only a built Trainer knows: it has one GPU for a model spread over several."""
+    """Raise ValueError for DataParallel. Only a built Trainer knows: it counts one GPU if a model spans several."""
     if trainer.args.n_gpu > 1:
         raise ValueError(
             f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start one process "

@@ -1,4 +1,4 @@
-"""Hidden matrices: the parameters that a matrix optimizer (Muon) updates, leaving the others to another algorithm.
+"""Hidden matrices: the parameters that a matrix optimizer (Muon) updates; another algorithm updates the rest.
 
 `hidden_matrices` finds them in a model; `split_group` splits a param group into matrices and the rest.
 """
@@ -18,10 +18,10 @@ from hf_lowprec.optim.sharding import full_shape
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the weight matrices inside `model`, without its embeddings and heads, for `Muon(matrices=…)`.
 
-    Included are the weights of linear layers (`nn.Linear`, its subclasses, and GPT-2's `Conv1D`) and stacks of such
+    Included are the weights of linear layers (`nn.Linear`, its subclasses, and GPT-2's `Conv1D`) and stacks of these
     weights: three-dimensional parameters named `…_proj`, or of modules whose class is named `…Experts…`. Excluded are
     weights tied to an embedding, `get_output_embeddings()`, the modules of a transformers model outside its base model,
-    the routers of experts, and matrices of a single row or column.
+    the routers of experts, and matrices with a single row or column.
 
     A weight that joins several projections, such as `gate_up_proj` or a fused QKV, is one matrix.
 
@@ -42,7 +42,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _matrices_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The matrices and stacks of matrices that belong to `module` itself."""
+    """Yield the matrices and stacks of matrices that belong to `module` itself."""
     kind = type(module).__name__
     for name, param in module.named_parameters(recurse=False):
         shape = full_shape(param)
@@ -53,7 +53,7 @@ def _matrices_of(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _heads(module: nn.Module) -> Iterable[nn.Module]:
-    """The children of a transformers model other than its base model, and its output embeddings."""
+    """Yield the output embeddings of a transformers model, and its children other than its base model."""
     base = vars(module).get("_modules", {}).get(getattr(type(module), "base_model_prefix", None) or "")
     if base is not None:
         yield from (child for child in module.children() if child is not base)
@@ -66,14 +66,14 @@ def _heads(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[ParamGroup]:
-    """Split `group` into a group of its matrices (`use_muon=True`) and one of its other parameters (`use_muon=False`).
+    """Split `group` into its matrices (`use_muon=True`) and its other parameters (`use_muon=False`).
 
     Args:
         group: a param group. It is not split if it already has `use_muon`.
         matrices: the parameters that are matrices; None means all.
 
     Returns:
-        The one or two groups that are not empty.
+        The groups that are not empty: one or two.
     """
     params = group.get("params")
     if "use_muon" in group or matrices is None or params is None or isinstance(params, set):  # the last two are refused

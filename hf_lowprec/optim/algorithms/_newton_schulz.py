@@ -1,7 +1,7 @@
 """The Newton–Schulz iteration, which brings the singular values of matrices close to 1, in BF16.
 
-Each iteration is three matrix products. On a CPU, large symmetric ones are computed by half. Small matrices are
-multiplied in batches, where that leaves their bits as they are: what a matrix gets must not depend on the others.
+Each iteration is three matrix products. On a CPU, only half of a large symmetric product is computed. Small matrices
+are multiplied in batches if that does not change their bits: a result must not depend on other matrices.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 
 _SMALL = 1 << 16
-"""Elements of a matrix up to which a CPU needs less time for a stack at once than for one matrix after the other."""
+"""The number of elements of a matrix up to which a CPU multiplies a stack faster at once than one by one."""
 _STACK_ON_CPU, _STACK = 1 << 18, 1 << 22
-"""Elements of a stack of matrices that are multiplied at once on a CPU, and elsewhere: enough to keep it busy."""
+"""The numbers of elements in a stack that are multiplied at once on a CPU and elsewhere: enough to keep it busy."""
 _PANEL = 256
-"""Rows of a symmetric product that are computed together, at least; fewer take longer than they save."""
+"""The least number of rows of a symmetric product that are computed together; fewer take longer than they save."""
 _PANELS = 8
-"""Panels of a large product: more would save little, and leave less to do in parallel."""
+"""The number of panels of a large product: more would save little and leave less parallel work."""
 
 
 def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -30,7 +30,7 @@ def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], step
     Args:
         matrix: BF16, of shape (rows, columns) or (matrices, rows, columns). It is not changed.
         coefficients: `a`, `b` and `c`.
-        steps: how often.
+        steps: the number of iterations.
         eps: lower bound of the norm by which a matrix is divided.
 
     Returns:
@@ -58,9 +58,9 @@ def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], step
 
 
 def with_equal_rows(matrix: Tensor) -> Tensor:
-    """Scale the rows of an orthogonalized matrix, or of each in a stack, to one length.
+    """Scale the rows of an orthogonalized matrix, or of each one in a stack, to the same length.
 
-    It is their root mean square in an orthogonal matrix: 1, or `√(columns / rows)` if there are more rows than columns.
+    This is the rows' root mean square in an orthogonal matrix: 1, or `√(columns / rows)` if rows outnumber columns.
     """
     rows, columns = matrix.shape[-2:]
     matrix = matrix.contiguous()  # so that a matrix gets the same bits in a stack
@@ -69,15 +69,15 @@ def with_equal_rows(matrix: Tensor) -> Tensor:
 
 
 def _norms(x: Tensor) -> Tensor:
-    """The Frobenius norm of each matrix, with two dimensions of size 1 in its place."""
+    """Return the Frobenius norm of each matrix, with its two dimensions reduced to size 1."""
     if x.ndim == 3 and len(x) > 0 and x.device.type == "cpu":
-        # Threads share the sum of a single matrix otherwise than the sums of a stack.
+        # Threads divide the sum of a single matrix differently from the sums of a stack.
         return torch.stack([_norms(single) for single in x])
     return x.norm(dim=(-2, -1), keepdim=True)
 
 
 def _gram_by_half(x: Tensor) -> Tensor:
-    """`x·xᵀ` of a large matrix."""
+    """Compute `x·xᵀ` of a large matrix."""
     gram = x.new_empty(len(x), len(x))
     for start, end in _panels(len(x)):
         torch.mm(x[start:end], x[start:].mT, out=gram[start:end, start:])
@@ -86,7 +86,7 @@ def _gram_by_half(x: Tensor) -> Tensor:
 
 
 def _add_square_by_half(gram: Tensor, beta: float, alpha: float) -> Tensor:
-    """`beta·gram + alpha·gram·gram` of a large symmetric matrix."""
+    """Compute `beta·gram + alpha·gram·gram` of a large symmetric matrix."""
     found = torch.empty_like(gram)
     for start, end in _panels(len(gram)):
         panel, factor = found[start:end, start:], gram[start:].mT  # its columns, in memory without gaps
@@ -96,15 +96,15 @@ def _add_square_by_half(gram: Tensor, beta: float, alpha: float) -> Tensor:
 
 
 def _panels(rows: int) -> list[tuple[int, int]]:
-    """The first row of each panel, and the one after its last."""
+    """Return the first row of each panel, and the one after its last."""
     size = max(_PANEL, -(-rows // _PANELS))
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def matrices_at_once(shape: torch.Size, device: torch.device) -> int:
-    """How many matrices of `shape` are multiplied at once, if they are a stack: its first ones, the next ones, …
+    """Return how many matrices of `shape` in a stack are multiplied at once: the first ones, the next ones, and so on.
 
-    So parts of a stack that begin and end there, or where the stack ends, get the bits that they get in the whole.
+    So parts of a stack that begin and end at these boundaries, or at the stack's end, get the bits of the whole stack.
     """
     on_cpu, elements = device.type == "cpu", max(shape.numel(), 1)
     if on_cpu and elements > _SMALL:
@@ -115,8 +115,8 @@ def matrices_at_once(shape: torch.Size, device: torch.device) -> int:
 def batch_keeps_bits(count: int, shape: torch.Size, device: torch.device) -> bool:
     """Return whether `count` matrices of `shape` get the same bits as a stack as they do one by one.
 
-    On a CPU, this is tried once. Elsewhere, libraries choose kernels by the size of the batch, and to ask would be to
-    wait for the device: the answer is no.
+    On a CPU, this is tried once. Elsewhere, libraries choose kernels by the size of the batch, and a trial would wait
+    for the device, so the answer is no.
     """
     if device.type != "cpu":
         return False
@@ -130,9 +130,9 @@ def _products_keep_bits(count: int, rows: int, columns: int, transposed: bool, s
     """Compare the three products of an iteration; all else is computed element by element, or for each matrix.
 
     Args:
-        count: how many matrices.
-        rows: of each.
-        columns: of each, no fewer.
+        count: the number of matrices.
+        rows: the rows of each.
+        columns: the columns of each, at least as many.
         transposed: whether they lie in memory column by column.
         settings: what the choice of kernels depends on: the number of threads, and whether oneDNN is used.
     """
@@ -142,7 +142,7 @@ def _products_keep_bits(count: int, rows: int, columns: int, transposed: bool, s
         values = torch.randn(count, *shape, generator=generator, device="cpu", dtype=torch.float32)
         return values.to(torch.bfloat16)
 
-    # Terms that cancel leave nothing but rounding errors, so another order of the sum gives other bits.
+    # Terms that cancel leave only rounding errors, so another order of the sum gives other bits.
     left, right = _cancelling(normal(rows, columns)), normal(rows, columns)
     right[..., columns // 2 : columns // 2 * 2] = right[..., : columns // 2]
     factor = _cancelling(normal(rows, rows))
@@ -166,7 +166,7 @@ def _products_keep_bits(count: int, rows: int, columns: int, transposed: bool, s
 
 
 def _cancelling(x: Tensor) -> Tensor:
-    """`x` with the negative of the first half of its columns as second half."""
+    """Replace the second half of the columns of `x` with the negative of the first half."""
     half = x.shape[-1] // 2
     x[..., half : 2 * half] = -x[..., :half]
     return x

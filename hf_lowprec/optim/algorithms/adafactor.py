@@ -84,16 +84,16 @@ class Adafactor(LowPrecisionOptimizer):
         super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The means over rows and columns, or the second moment of a vector; and the momentum."""
+        """Return the means over rows and columns, or the second moment of a vector; and the momentum."""
         variance = State("variance", role=1, factored=("row_var", "col_var"))
         return (variance,) if group["beta1"] is None else (variance, State("exp_avg", role=2))
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether updates have a momentum, and whether step sizes are multiplied by the parameter's RMS."""
+        """Return whether updates have a momentum, and whether step sizes are multiplied by the parameter's RMS."""
         return {"momentum": group["beta1"] is not None, "scale_parameter": bool(group["scale_parameter"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """`β₂ = 1 - tᵏ`, and the step size `min(lr, 1/√t)` with `relative_step`. `step` may be a tensor."""
+        """Return `β₂ = 1 - tᵏ` and the step size, `min(lr, 1/√t)` with `relative_step`. `step` may be a tensor."""
         least = 2.0**-23 if group["eps"][0] is None else max(group["eps"][0], SMALLEST_NORMAL)
         gain2, relative, beta1 = step ** group["beta2_decay"], step**-0.5, group["beta1"] or 0.0
         rate = lr + 0 * relative  # as a tensor: a product of bools and a number would have torch's default dtype
@@ -113,7 +113,7 @@ class Adafactor(LowPrecisionOptimizer):
         }
 
     def momentum_decay(self, group: ParamGroup) -> float:
-        """`beta1`."""
+        """Return `beta1`."""
         return group["beta1"] or 0.0
 
     @staticmethod
@@ -122,7 +122,7 @@ class Adafactor(LowPrecisionOptimizer):
         return {"exp_avg": state.exp_avg - error * scalars.feedback}
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
-        """The mean squares of the normalized gradient and, with `scale_parameter`, of the weights."""
+        """Return the mean squares of the normalized gradient and, with `scale_parameter`, of the weights."""
         scaled = {"weight_square": Adafactor.weight_square} if group["scale_parameter"] else {}
         return {"normalized_square": Adafactor.normalized_square, **scaled}
 
@@ -169,7 +169,7 @@ def _second_moment(grad: Tensor, state: Values, scalars: Values) -> Tensor:
 
 
 def _normalized(grad: Tensor, state: Values, scalars: Values) -> Tensor:
-    """The gradient divided by the root of its second moment, which is at least `least`."""
+    """Return the gradient divided by the root of its second moment, which is at least `least`."""
     is_factored = hasattr(state, "row_factor")
     root = state.row_factor * state.column_factor if is_factored else sqrt_rn(_second_moment(grad, state, scalars))
     return grad / torch.where(root < scalars.least, scalars.least, root)

@@ -55,11 +55,11 @@ class Adam(LowPrecisionOptimizer):
         super().__init__(params, locals(), **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """The options `amsgrad` (use the maximum of the second moment) and `decoupled` (decoupled weight decay)."""
+        """Return `amsgrad` (use the maximum of the second moment) and `decoupled` (decoupled weight decay)."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The two moments, and with `amsgrad` the maximum of the second."""
+        """Return the two moments, and with `amsgrad` the maximum of the second."""
         means = ("exp_avg_sq_row", "exp_avg_sq_col") if group.get("factored") else None
         exp_avg_sq = State("exp_avg_sq", role=1, nonnegative=True, factored=means, if_smaller=True)
         moments = State("exp_avg", role=2), exp_avg_sq
@@ -68,14 +68,14 @@ class Adam(LowPrecisionOptimizer):
         return (*moments, State("max_exp_avg_sq", role=3, accumulates=False, nonnegative=True))
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if the maximum of a factored second moment is asked for."""
+        """Raise ValueError if the maximum of a factored second moment is requested."""
         if group.get("factored") and self.options(group)["amsgrad"]:
             raise ValueError(
-                "factored=True keeps no second moment of elements, of which amsgrad=True needs the maximum"
+                "amsgrad=True needs the second moment of each element, which factored=True does not keep; remove one"
             )
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Decay rates, step size and bias corrections, arranged so that an element needs one division and one root."""
+        """Return decay rates, step size and bias corrections, such that an element needs one division and one root."""
         beta1, beta2 = group["betas"]
         rates = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2}
         return {
@@ -123,7 +123,7 @@ def _with_penalty(weight: Tensor, grad: Tensor, scalars: Values, decoupled: bool
 
 
 def _denominator(state: dict[str, Tensor], scalars: Values, amsgrad: bool) -> Tensor:
-    """`√v·b + ε` of the new states."""
+    """Return `√v·b + ε` from the new states."""
     if "row_factor" in state:
         root = state["row_factor"] * state["column_factor"]
     else:

@@ -32,8 +32,8 @@ class AdamW(Adam):
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         amsgrad: use the maximum of all past second moments.
         maximize: maximize the objective instead of minimizing it.
-        factored: keep the second moment of parameters with two dimensions or more as FP32 means over rows and columns,
-            as Adafactor does, where that saves memory: 2 bytes per parameter. A step then needs whole tensors.
+        factored: keep the second moment of parameters with two or more dimensions as FP32 means over rows and columns,
+            as Adafactor does, if that saves memory (2 bytes per parameter). A step then needs whole tensors.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
@@ -55,5 +55,5 @@ class AdamW(Adam):
         LowPrecisionOptimizer.__init__(self, params, locals(), **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """The options `amsgrad` (use the maximum of the second moment) and `decoupled`, which is always true."""
+        """Return `amsgrad` (use the maximum of the second moment) and `decoupled`, which is always true."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": True}

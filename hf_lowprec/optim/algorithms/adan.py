@@ -52,13 +52,13 @@ class Adan(LowPrecisionOptimizer):
         super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The three moments and the previous gradient."""
+        """Return the three moments and the previous gradient."""
         moments = State("exp_avg", role=2), State("exp_avg_diff", role=3)
         square = State("exp_avg_sq", role=1, nonnegative=True)
         return (*moments, square, State("previous_grad", role=4, accumulates=False))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Decay rates, step sizes and bias corrections.
+        """Return decay rates, step sizes and bias corrections.
 
         The proximal decay `(w - s) / (1 + lr·wd)` equals `w - (s + lr·wd·w) / (1 + lr·wd)`, so each term of the update
         has the factor `shrink`. `diff_scale` is 0 in the first step, which has no previous gradient, and 1 after it.

@@ -49,11 +49,11 @@ class Lion(LowPrecisionOptimizer):
         super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The momentum."""
+        """Return the momentum."""
         return (State("exp_avg", role=1),)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Decay rates and learning rate; none depends on the step count."""
+        """Return decay rates and the learning rate; none depends on the step count."""
         beta1, beta2 = group["betas"]
         rates = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2}
         return {**rates, "lr": lr, "decay": lr * group["weight_decay"]}
@@ -63,6 +63,6 @@ class Lion(LowPrecisionOptimizer):
         """`u = -(lr·sign(β1·m + (1-β1)·g) + lr·wd·w); m = β2·m + (1-β2)·g`."""
         interpolated = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg = state.exp_avg * scalars.beta2 + grad * scalars.gain2
-        # Zero and NaN are passed through: a NaN must reach the weight, where it is noticed.
+        # Zero and NaN pass through: a NaN must reach the weight, where it is noticed.
         sign = torch.where(interpolated > 0, 1.0, torch.where(interpolated < 0, -1.0, interpolated))
         return -(sign * scalars.lr + weight * scalars.decay), {"exp_avg": exp_avg}

@@ -1,6 +1,6 @@
 """Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982).
 
-Updates matrices with their orthogonalized momentum.
+It updates matrices with their orthogonalized momentum.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _LR_SCALES: dict[AdjustLr, Callable[[int, int], float]] = {
 class Muon(AdamW):
     """`torch.optim.Muon` for weights stored in BF16, with AdamW for all parameters that are not hidden matrices.
 
-    Differences from torch's Muon: `adjust_lr_fn` is `"match_rms_adamw"` by default, and `eps` is that of AdamW (the
+    Differences from torch's Muon: `adjust_lr_fn` is `"match_rms_adamw"` by default, and `eps` is AdamW's (the
     Newton–Schulz iteration uses `ns_eps`). A group with both matrices and other parameters is split in two, so
-    `param_groups` may have more groups than were passed.
+    `param_groups` may have more groups than you passed.
 
     A three-dimensional parameter is a stack of matrices, such as the experts of a layer. Newton–Schulz runs in BF16,
-    with torch's matrix products: on a GPU, parts of a sum may be added up in BF16 unless
+    with torch's matrix products: on a GPU, parts of a sum may be added in BF16 unless
     `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is False.
 
     Under FSDP2 and DeepSpeed, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered
@@ -59,15 +59,15 @@ class Muon(AdamW):
     orthogonalizes one matrix at a time, or several small ones. On one GPU, it temporarily takes 2 bytes per element of
     the largest matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more. If GPUs
     share the work, it takes up to 6 bytes per element more (`hf-lowprec estimate` prints both). Matrix products may
-    take scratch memory of their own.
+    need further scratch memory.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         momentum: decay rate of the momentum, in [0, 1). `OneCycleLR` and `CyclicLR` cycle momentum by writing to
-            `betas[0]`, so under these schedulers matrices use `betas[0]` of their group. They continue to do so after
-            the scheduler has ended, until the key 'base_momentum' is deleted from the group.
+            `betas[0]`, so with these schedulers, matrices use `betas[0]` of their group. This lasts even after the
+            scheduler has ended, until you delete the key 'base_momentum' from the group.
         nesterov: use Nesterov momentum.
         ns_coefficients: coefficients of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
         ns_steps: number of Newton–Schulz iterations.
@@ -79,8 +79,8 @@ class Muon(AdamW):
         eps: `eps` for the parameters stepped with AdamW.
         matrices: the parameters that are hidden matrices, as `hidden_matrices(model)` returns them; None means all
             parameters of groups that do not set `use_muon`.
-        normalize_rows: scale the rows of each orthogonalized matrix to one length (Muon+, arXiv:2602.21545). It has no
-            state, and lowers the loss as much as NorMuon (arXiv:2510.05491) in this package's measurements.
+        normalize_rows: scale the rows of each orthogonalized matrix to the same length (Muon+, arXiv:2602.21545). This
+            needs no state, and lowers the loss as much as NorMuon (arXiv:2510.05491) in this package's measurements.
         maximize: maximize the objective instead of minimizing it.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
@@ -131,7 +131,7 @@ class Muon(AdamW):
         return {**super().__getstate__(), "_matrices": self._matrices}
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group, split into matrices and other parameters. If it is invalid, nothing is added."""
+        """Add a group, split into matrices and other parameters. Nothing of an invalid group is added."""
         before = len(self.param_groups)
         try:
             for part in split_group(param_group, self._matrices):
@@ -143,24 +143,24 @@ class Muon(AdamW):
             raise
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The momentum of matrices, or AdamW's moments."""
+        """Return the momentum of matrices, or AdamW's moments."""
         return (State("momentum_buffer", role=1),) if group["use_muon"] else super().states(group)
 
     def orthogonalizes(self, group: ParamGroup) -> bool:
-        """True for groups of matrices."""
+        """Return True for groups of matrices."""
         return bool(group["use_muon"])
 
     def momentum_decay(self, group: ParamGroup) -> float:
-        """`betas[0]` for parameters stepped with AdamW; 0 for matrices, whose steps are not linear in the momentum."""
+        """Return `betas[0]` for AdamW's parameters; 0 for matrices, whose steps are not linear in the momentum."""
         return 0.0 if group["use_muon"] else super().momentum_decay(group)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """The options `use_muon` (parameters are matrices) and `nesterov`, and those of AdamW."""
+        """Return the options `use_muon` (parameters are matrices) and `nesterov`, and those of AdamW."""
         muon = {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
         return {"amsgrad": False, "decoupled": True, **muon}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The scalars of a matrix's step, or AdamW's."""
+        """Return the scalars of a matrix's step, or AdamW's."""
         if not group["use_muon"]:
             return super().scalars(group, lr, step)
         # Schedulers that cycle momentum put this key into the group, and write to `betas` if the group has them.
@@ -169,7 +169,7 @@ class Muon(AdamW):
 
     @staticmethod
     def momentum_matrix(grad: Tensor, state: Values, scalars: Values, nesterov: bool, **options: bool) -> Tensor:
-        """The matrix that is orthogonalized: `μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
+        """Return the matrix to orthogonalize: `μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
         momentum = _momentum(grad, state, scalars)
         return momentum * scalars.momentum + grad * scalars.gain if nesterov else momentum
 
@@ -177,12 +177,12 @@ class Muon(AdamW):
     matrices_at_once = staticmethod(matrices_at_once)
 
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
-        """Newton–Schulz iteration: bring all singular values of `matrix` (BF16, or a stack) close to 1."""
+        """Bring all singular values of `matrix` (BF16, or a stack) close to 1 by Newton–Schulz iterations."""
         found = newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
         return with_equal_rows(found) if group["normalize_rows"] else found
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
-        """The factor of the learning rate for a matrix of `shape`, by `adjust_lr_fn`."""
+        """Return the factor of the learning rate for a matrix of `shape`, by `adjust_lr_fn`."""
         return _LR_SCALES[group["adjust_lr_fn"]](*shape[-2:])
 
     @staticmethod

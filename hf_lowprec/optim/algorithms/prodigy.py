@@ -1,8 +1,8 @@
 """Prodigy (Mishchenko and Defazio, arXiv:2306.06101, Alg. 4): Adam with a learning rate that it estimates itself.
 
-The estimate d is a quotient of sums over all parameters. Its numerator contains `p0 - p`, the way from the first
-weights. That is a state, in place of a copy of the first weights: it starts at zero, and BF16 is as good for it as for
-a moment.
+The estimate d is a quotient of sums over all parameters. Its numerator contains `p0 - p`, the displacement from the
+initial weights, which is a state, instead of a copy of the initial weights: it starts at zero, and BF16 suits it as
+well as a moment.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Prodigy(LowPrecisionOptimizer):
     (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar. The moments
     are those of `d·g`.
 
-    As in the authors' package, a group at lr 0 adds nothing to the estimate and to its states, and a step in which all
-    groups are at lr 0, such as the first of a warm-up, is not taken or counted.
+    As in the authors' package, a group at lr 0 adds nothing to the estimate or to its states, and a step in which all
+    groups are at lr 0, such as the first of a warm-up, is neither taken nor counted.
 
     Bytes per parameter, gradient included: 14 with `kahan` and `split`, 12 with the other modes. FP32 parameters take
     24.
@@ -40,7 +40,7 @@ class Prodigy(LowPrecisionOptimizer):
     Args:
         params: parameters or groups.
         lr: factor of the estimate, a number or a one-element tensor.
-        betas: decay rates of the two moments, each in [0, 1). Those of d decay by `√betas[1]`.
+        betas: decay rates of the two moments, each in [0, 1). The sums behind d decay by `√betas[1]`.
         eps: added, times d, to the square root of the second moment.
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·d·weight_decay`.
         use_bias_correction: multiply the learning rate by Adam's bias corrections.
@@ -75,15 +75,15 @@ class Prodigy(LowPrecisionOptimizer):
         for group in self.param_groups:
             group.update(d=group["d0"], d_numerator=0.0)
         if self.gradient_release:
-            raise ValueError("Prodigy computes sums over all gradients, which excludes gradient_release=True")
+            raise ValueError("Prodigy sums over all gradients, which gradient_release=True frees early; remove it")
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The moments, the sum of gradients whose size is the denominator of d, and the way from the first weights."""
+        """Return the moments, the sum of gradients in the denominator of d, and the displacement of the weights."""
         moments = State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
         return (*moments, State("s", role=3), State("p0_minus_p", role=4))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Decay rates, and factors with d. At lr 0, states stay as they are: `β⁰ = 1`.
+        """Return decay rates, and factors with d. At lr 0, states do not change: `β⁰ = 1`.
 
         With `use_bias_correction`, `γ` is multiplied by `√(1-β2ᵗ) / (1-β1ᵗ)`.
         """
@@ -109,7 +109,7 @@ class Prodigy(LowPrecisionOptimizer):
         }
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
-        """The terms of the two sums whose quotient is the new d."""
+        """Return the terms of the two sums whose quotient is the new d."""
         return {"slope": Prodigy.slope, "size": Prodigy.size}
 
     @staticmethod
@@ -139,7 +139,7 @@ class Prodigy(LowPrecisionOptimizer):
         return {"exp_avg": state.exp_avg - owed}
 
     def run_step(self, plan: StepPlan) -> None:
-        """Step the plan's parameters, and estimate the next d. If all sums of gradients are zero, there is no step."""
+        """Step the plan's parameters, and estimate the next d. If all sums of gradients are zero, do not step."""
         slope, size, skipped = 0.0, 0.0, False
         for fused_group in (backend_step.fused_group for backend_step in plan.backend_steps):
             assert fused_group.per_param_scalars is not None

@@ -20,7 +20,7 @@ _MIN_SMA_LENGTH = 5.0
 class RAdam(Adam):
     """`torch.optim.RAdam` for weights stored in BF16: Adam with a built-in warm-up.
 
-    The first steps (five at β2 = 0.999) use only the first moment. After that, the step size grows to that of Adam.
+    The first steps (five at β2 = 0.999) use only the first moment. After that, the step size grows to Adam's.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
@@ -56,13 +56,13 @@ class RAdam(Adam):
         LowPrecisionOptimizer.__init__(self, params, locals(), **shared)
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """The options of Adam: `decoupled` for decoupled weight decay, and never `amsgrad`."""
+        """Return the options of Adam: `decoupled` for decoupled weight decay, and never `amsgrad`."""
         return {"amsgrad": False, "decoupled": bool(group["decoupled_weight_decay"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Adam's scalars, with the step size multiplied by `r = √((ρ-4)(ρ-2)ρ∞ / ((ρ∞-4)(ρ∞-2)ρ))` if `ρ > 5`.
+        """Return Adam's scalars, with the step size multiplied by `r = √((ρ-4)(ρ-2)ρ∞ / ((ρ∞-4)(ρ∞-2)ρ))` if `ρ > 5`.
 
-        Otherwise the denominator is 1. The case is selected by factors of 0 and 1, because `step` may be a tensor.
+        Otherwise, the denominator is 1. Factors of 0 and 1 select the case, because `step` may be a tensor.
         """
         adam = super().scalars(group, lr, step)
         beta1, beta2 = group["betas"]
@@ -70,7 +70,7 @@ class RAdam(Adam):
         unrectified = 1 - rectified
         root_correction = rectified * adam["root_correction"]
         if "feedback" in adam:
-            # None in the first steps: those after them would multiply it, with other denominators.
+            # No feedback in the first steps: later steps, with other denominators, would multiply it.
             _, coming = _rectification(beta2, step + 1 / (1 - beta1))
             adam["feedback"] = rectified * adam["feedback"] / coming
         return {

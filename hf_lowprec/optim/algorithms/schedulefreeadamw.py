@@ -1,8 +1,8 @@
-"""Schedule-Free AdamW (Defazio et al., arXiv:2405.15682, Alg. 1): averages weights in place of a schedule.
+"""Schedule-Free AdamW (Defazio et al., arXiv:2405.15682, Alg. 1): averages weights instead of using a schedule.
 
 The paper has three sequences of weights: steps are taken from z, gradients are computed at y, and x, the average of z,
 is the result, with `y = (1-β1)·z + β1·x`. The parameter holds y. The state is `z - y = β1·(z - x)`, not z: it starts at
-zero and is as small as a few steps, so BF16 is as good for it as for a moment. To round z would be to round weights.
+zero and is as small as a few steps, so BF16 suits it as well as a moment. Rounding z would be rounding weights.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hf_lowprec.rounding import State, sqrt_rn
 class ScheduleFreeAdamW(LowPrecisionOptimizer):
     """AdamW that averages its weights, and needs no learning rate schedule.
 
-    Call `eval()` before the model is evaluated or saved, and `train()` before training goes on. Trainer does.
+    Call `eval()` before the model is evaluated or saved, and `train()` before training continues. Trainer does so.
 
     It is `AdamWScheduleFreePaper` of the package schedulefree. The class that the package recommends and Trainer's
     `optim="schedule_free_adamw"` uses, `AdamWScheduleFree`, is another algorithm: it divides the second moment by
-    `1-β2ᵗ`, where Algorithm 1 multiplies the learning rate by `√(1-β2ᵗ)`. So there the first `1/(1-β2)` steps count
-    fully in the average and in the decay of weights, `eps` is added after the correction, and a learning rate that
-    changes changes its weight in the average. From the same gradients, averages here have moved 1.3 times as far after
-    60 to 1000 steps with the default betas, 1.15 times after 5000.
+    `1-β2ᵗ`, where Algorithm 1 multiplies the learning rate by `√(1-β2ᵗ)`. So with that class, the first `1/(1-β2)`
+    steps count fully in the average and in the weight decay, `eps` is added after the correction, and changing the
+    learning rate changes a step's weight in the average. From the same gradients, averages here have moved 1.3 times as
+    far after 60 to 1000 steps with the default betas, 1.15 times after 5000.
 
     States: `exp_avg_sq` and `z_minus_y`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
@@ -46,8 +46,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
 
     Args:
         params: parameters or groups.
-        lr: learning rate, a number or a one-element tensor. It stays constant; a schedule is not considered in the
-            average.
+        lr: learning rate, a number or a one-element tensor. Keep it constant; the average ignores a schedule.
         betas: the share of the average in y, in (0, 1), and the decay rate of the second moment, in [0, 1).
         eps: added to the square root of the second moment.
         weight_decay: decoupled decay of y, multiplied by the learning rate.
@@ -77,14 +76,14 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
     def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if y would not contain the average."""
         if group["betas"][0] == 0:
-            raise ValueError("betas[0]=0 is invalid; it must be above 0, since y would not contain the average")
+            raise ValueError("betas[0]=0 is invalid; it must be above 0, or y would not contain the average")
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The second moment, and the difference of z and y."""
+        """Return the second moment, and the difference between z and y."""
         return State("exp_avg_sq", role=1, nonnegative=True), State("z_minus_y", role=2)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """`c = w_t / Σ w_k` with `w_k = min(1, k/W)²·(1-β2ᵏ)`, the squares of the learning rates; and factors with it.
+        """Return factors with `c = w_t / Σ w_k`; `w_k = min(1, k/W)²·(1-β2ᵏ)` are the squares of the learning rates.
 
         `step` may be a tensor.
         """
@@ -124,7 +123,7 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
         }
 
     def prepare_step(self, plan: StepPlan) -> Tensor | None:
-        """See the base class. Raises RuntimeError if the parameters hold the averages."""
+        """Do what the base class does. Raises RuntimeError if the parameters hold the averages."""
         if not all(group.get("train_mode", True) for group in self.param_groups):
             raise RuntimeError("the parameters hold the averages x: call optimizer.train() before the forward pass")
         return super().prepare_step(plan)

@@ -61,15 +61,15 @@ class SGD(LowPrecisionOptimizer):
             )
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The momentum buffer, unless `momentum` is zero."""
+        """Return the momentum buffer, unless `momentum` is zero."""
         return (State("momentum_buffer", role=1),) if group["momentum"] else ()
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """The options `momentum` (use momentum) and `nesterov` (Nesterov momentum)."""
+        """Return the options `momentum` (use momentum) and `nesterov` (Nesterov momentum)."""
         return {"momentum": bool(group["momentum"]), "nesterov": bool(group["nesterov"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """As in torch, the first step adds the whole gradient to the momentum buffer, without dampening."""
+        """Return the scalars. As in torch, the first step adds the full gradient to the momentum, without dampening."""
         return {
             "lr": lr,
             "momentum": group["momentum"],
@@ -79,7 +79,7 @@ class SGD(LowPrecisionOptimizer):
         }
 
     def momentum_decay(self, group: ParamGroup) -> float:
-        """`momentum`."""
+        """Return `momentum`."""
         return float(group["momentum"])
 
     @staticmethod

@@ -15,7 +15,7 @@ from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 
 
 class StableAdamW(LowPrecisionOptimizer):
-    """AdamW with per-tensor update clipping: takes smaller steps where gradients outgrow their second moment.
+    """AdamW with per-tensor update clipping: it takes smaller steps where gradients outgrow their second moment.
 
     No gradient clipping is needed.
 
@@ -52,11 +52,11 @@ class StableAdamW(LowPrecisionOptimizer):
         super().__init__(params, locals(), **shared)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The two moments."""
+        """Return the two moments."""
         return State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The decay rates contain the bias correction: `β̂ = β·(1-βᵗ⁻¹)/(1-βᵗ)`, so that `1-β̂ = (1-β)/(1-βᵗ)`."""
+        """Return decay rates with the bias correction: `β̂ = β·(1-βᵗ⁻¹)/(1-βᵗ)`, so that `1-β̂ = (1-β)/(1-βᵗ)`."""
         beta1, beta2 = group["betas"]
         return {
             "beta1": beta1 * (1 - beta1 ** (step - 1)) / (1 - beta1**step),
@@ -72,7 +72,7 @@ class StableAdamW(LowPrecisionOptimizer):
         }
 
     def tensor_means(self, group: ParamGroup) -> dict[str, Formula]:
-        """The mean of `g² / max(v, ε²)`. Its root, the RMS in `update`, is about 1 while gradients match `v`."""
+        """Return the mean of `g² / max(v, ε²)`. Its root, the RMS in `update`, is about 1 while gradients match `v`."""
         return {"mean_square": StableAdamW.normalized_square}
 
     @staticmethod
@@ -98,7 +98,7 @@ class StableAdamW(LowPrecisionOptimizer):
 
 
 def _divisor(scalars: Values) -> Tensor:
-    """`max(1, RMS)`, by which the learning rate is divided."""
+    """Return `max(1, RMS)`, by which the learning rate is divided."""
     rms = sqrt_rn(scalars.mean_square)
     return torch.where(rms > 1.0, rms, 1.0)
 

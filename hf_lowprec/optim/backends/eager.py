@@ -14,7 +14,7 @@ from hf_lowprec.rounding.block_floats import BLOCK
 class EagerStep(BackendStep):
     """Steps a fused group chunk by chunk with torch's own operations. It keeps nothing between steps.
 
-    The largest chunk is the first: if its temporaries fit into memory, those of the others do as well.
+    The largest chunk is the first: if its temporaries fit into memory, the others' do as well.
     """
 
     def run(self, entries: range) -> None:
@@ -49,7 +49,7 @@ class EagerStep(BackendStep):
                 state.view(-1)[chunk].copy_(new_states[name])
 
     def tensor_sums(self) -> Tensor:
-        """The sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the group's device."""
+        """Return the sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on its device."""
         group = self.fused_group
         formulas = group.spec.tensor_means
         sums = torch.zeros(len(group.entries), len(formulas), dtype=torch.float64, device=group.device)

@@ -39,7 +39,7 @@ _INFIX: dict[Any, str] = {
 }
 _TO_FLOAT = {sqrt_rn, quiet_nan, operator.truediv}
 _TO_INTEGER = {*COMPARISONS, operator.rshift, torch.clamp_min, torch.clamp_max, weyl, block_max}
-"""Functions whose result is a float or an integer whatever the operands are."""
+"""Functions whose result has the same type for all operands."""
 FLOAT_BITS, INTEGER_BITS = "view as float", "view as integer"
 """The operations `Tensor.view(dtype)`: the same 32 bits, as a float or as an integer."""
 
@@ -59,8 +59,8 @@ class Language:
             expression, and whether it is a float.
         number: writes a literal, from its value and whether it is a float.
         operations: writes an operation, by the traced function; others are written as in Python.
-        of_floats: the same for operations of floats only.
-        of_integers: the same for operations of integers only.
+        of_floats: the same for operations on floats only.
+        of_integers: the same for operations on integers only.
     """
 
     assign: Callable[[str, str, bool], str]
@@ -70,7 +70,7 @@ class Language:
     of_integers: Mapping[Any, Write] = field(default_factory=dict)
 
     def write(self, operation: Any, operands: Sequence[str], floats: bool) -> str | None:
-        """The source text of an operation of floats or of integers; None if the language has none."""
+        """Return the source text of an operation on floats or integers; None if the language has none."""
         for table in (self.of_floats if floats else self.of_integers, self.operations):
             if operation in table:
                 return table[operation](*operands)
@@ -117,7 +117,7 @@ def operations(graph: fx.Graph, language: Language, integers: Collection[str]) -
 
 
 def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The nodes of the graph's outputs, in order."""
+    """Return the nodes of the graph's outputs, in order."""
     (outputs,) = graph.output_node().args
     return cast(tuple[fx.Node, ...], outputs)
 
@@ -149,7 +149,7 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], language: Language
 
 
 def description(spec: KernelSpec) -> list[str]:
-    """Lines that say what a kernel of `spec` computes, for the comment at the top of its source."""
+    """Describe what a kernel of `spec` computes, in lines for the comment at the top of its source."""
     options = ", ".join(f"{name}={value}" for name, value in spec.options)
     stochastic = {state.name for state in spec.states if state.stochastic}
     tensors = [
@@ -164,12 +164,12 @@ def description(spec: KernelSpec) -> list[str]:
 
 
 def indent(spaces: int, lines: Iterable[str]) -> str:
-    """`lines` of source code, indented and joined."""
+    """Indent and join `lines` of source code."""
     return "\n".join(" " * spaces + line for line in lines)
 
 
 def arguments(names: Iterable[str], spaces: int) -> str:
-    """A comma-separated list of parameters or arguments, wrapped; continuation lines are indented by `spaces`."""
+    """Join and wrap parameters or arguments; continuation lines are indented by `spaces`."""
     lines, width = [""], 110 - spaces
     for name in names:
         if not lines[-1]:

@@ -18,7 +18,7 @@ from hf_lowprec.optim.step.fused_group import FusedGroup
 
 
 def check_can_run(backend: str) -> None:
-    """Raise RuntimeError if an optimizer's argument `backend` names one that cannot run on this machine."""
+    """Raise RuntimeError if `backend`, an optimizer's argument, cannot run on this machine."""
     if backend == "triton":
         triton_availability.check_available()
     if backend == "native":
@@ -63,7 +63,7 @@ def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
 
 
 def expected_backend(backend: str, device: torch.device) -> str:
-    """The name of the backend that will step parameters on `device`, as far as it is known before compiling."""
+    """Return the name of the backend that will probably step parameters on `device`, before anything is compiled."""
     if backend != "auto":
         return backend
     check: Callable[[], object]

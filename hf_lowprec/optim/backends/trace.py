@@ -34,7 +34,7 @@ def trace(spec: KernelSpec) -> fx.Graph:
 
 
 def integer_inputs(spec: KernelSpec) -> set[str]:
-    """Names of the inputs of `trace` that are integers; the others are floats."""
+    """Return the names of the inputs of `trace` that are integers; the others are floats."""
     return {"index", *spec.key_names, *spec.integer_tensors}
 
 
@@ -70,7 +70,7 @@ def _trace_formulas(spec: KernelSpec, formulas: Iterable[Formula]) -> fx.Graph:
 
 
 def used_inputs(graph: fx.Graph, names: Iterable[str]) -> list[str]:
-    """The `names` of those inputs that some operation of `graph` reads, in the given order."""
+    """Return those `names` of inputs that an operation of `graph` reads, in the given order."""
     used = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
     return [name for name in names if name in used]
 
@@ -99,17 +99,17 @@ class _Recorder:
         return cast(Tensor, fx.Proxy(self._graph.placeholder(name), self._tracer))
 
     def input_pairs(self, names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-        """Inputs called `names`, in pairs of two successive ones."""
+        """Create inputs called `names`, in pairs of successive ones."""
         return [(self.input(first), self.input(second)) for first, second in zip(names[::2], names[1::2], strict=True)]
 
     def element(self, tensors: Iterable[str], scalars: Iterable[str]) -> _Element:
-        """Inputs for an element of each of `tensors`, and for each of `scalars` one called `scalar_<name>`."""
+        """Create an input for an element of each of `tensors`, and one called `scalar_<name>` for each of `scalars`."""
         inputs = {name: self.input(name) for name in tensors}
         weight, grad = inputs.pop("param"), inputs.pop("grad")
         return _Element(weight, grad, inputs, {name: self.input(f"scalar_{name}") for name in scalars})
 
     def graph(self, results: Sequence[Tensor]) -> fx.Graph:
-        """The graph that computes `results`, without operations that no result depends on."""
+        """Return the graph that computes `results`, without operations that no result depends on."""
         self._graph.output(tuple(cast(fx.Proxy, result).node for result in results))
         self._graph.eliminate_dead_code()
         return self._graph

@@ -1,4 +1,4 @@
-"""Buckets of gradients: the parameters that gradient release steps together, and which gradients exist at once."""
+"""Buckets of gradients: parameters that gradient release steps together, and gradients that exist at the same time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import is_sharded, local_shard
 
 BUCKET_ELEMENTS = 1 << 26
-"""A bucket is stepped once it has this many elements: 128 MiB of BF16 gradients, all shards of a parameter counted.
+"""The number of elements at which a bucket is stepped: 128 MiB of BF16 gradients, counting all shards of a parameter.
 
-Smaller buckets do not save much more, since the largest gradient (an embedding's) is usually larger, and each costs
-time on the host.
+Smaller buckets do not save much more memory, since the largest gradient (an embedding's) is usually larger, and each
+bucket costs time on the host.
 """
 
 
@@ -26,7 +26,7 @@ class GradientBucket:
         self._elements = 0
 
     def add(self, param: Tensor) -> int:
-        """Add a parameter; return how many of the oldest are to be stepped now."""
+        """Add a parameter; return how many of the oldest must be stepped now."""
         self.params.append(param)
         self._elements += param.numel()
         return len(self.params) - 1 if self._elements >= BUCKET_ELEMENTS else 0
@@ -39,12 +39,12 @@ class GradientBucket:
 
 
 def bucket_key(param: Tensor) -> Any:
-    """The key of the bucket of `param`. FSDP2 reduces gradients on a stream of its own, so shards have theirs."""
+    """Return the key of the bucket of `param`. FSDP2 reduces gradients on its own stream, so shards have their own."""
     return param.device, is_sharded(param)
 
 
 def gradients_alive(params: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters whose gradients exist at the same time, where they take most memory on this rank.
+    """Return the parameters whose gradients exist at the same time, when they take most memory on this rank.
 
     Args:
         params: trainable parameters, in the order in which their gradients become final.

@@ -1,11 +1,11 @@
-"""Where an optimizer's gradients are before its step: in `param.grad`, or with what takes them in the backward pass.
+"""Holds an optimizer's gradients before its step: in `param.grad`, or in a collector that takes them in backward.
 
 A hook on each parameter runs when its gradient is final: after autograd has added up all its uses, and after the
 reduce-scatter of FSDP2, which calls the same hooks. Parameters are collected in a bucket. A full bucket is taken: its
 parameters are stepped (`release.py`), or their gradients are moved to the host (`offload.py`). `step()` takes the rest.
 
-The newest gradient waits, so that hooks of others on its parameter run first. Code that writes to the gradients before
-`step()`, as `torch.nn.utils.clip_grad_norm_` does, finds the one that waits, and the write is noticed.
+The newest gradient waits, so that other code's hooks on its parameter run first. Code that writes to the gradients
+before `step()`, as `torch.nn.utils.clip_grad_norm_` does, finds the waiting gradient, and the write is noticed.
 
 DDP runs these hooks before it averages, so its communication hook hands over the means instead: see `take_means` and
 `integrations/collect_after_reduction.py`.
@@ -40,8 +40,8 @@ class Gradients:
     """The gradients of an optimizer's parameters, which stay in `param.grad` until `step()`.
 
     Attributes:
-        gradient_of: the gradient of a parameter in the coming step, or None. Written in C, since a step calls it for
-            every parameter.
+        gradient_of: returns the gradient of a parameter in the coming step, or None. It is written in C, because a step
+            calls it for every parameter.
         stepped_in_parts: whether parameters are stepped before `step()` is called, which ends the step.
 
     Args:
@@ -61,18 +61,18 @@ class Gradients:
         return optimizer
 
     def params(self) -> list[Tensor]:
-        """All parameters of the optimizer."""
+        """Return all parameters of the optimizer."""
         return params_of(self._optimizer)
 
     def gather(self) -> None:
-        """Bring all gradients to where the step, or their norm, expects them."""
+        """Move all gradients to where the step, or their norm, expects them."""
         place_gradients(self.params())
 
     def end_step(self) -> None:
-        """End the step: step what is left, and forget the gradients if they are not in `param.grad`."""
+        """End the step: step the remaining parameters, and forget gradients that are not in `param.grad`."""
 
     def zero(self, set_to_none: bool) -> None:
-        """Forget the gradients that are not in `param.grad`, or set them to zero; `zero_grad` has done it with others.
+        """Forget the gradients that are not in `param.grad`, or zero them; `zero_grad` has handled all others.
 
         Args:
             set_to_none: the argument of `zero_grad`.
@@ -88,20 +88,20 @@ class Gradients:
         """Forget that parameters have been stepped since the last `step()`: their states were replaced."""
 
     def stop(self) -> None:
-        """Leave all gradients where they are from now on."""
+        """Stop taking gradients."""
 
     def check_between_steps(self, call: str) -> None:
-        """Raise RuntimeError if some parameters have been stepped since the last `step()`, and others not.
+        """Raise RuntimeError if only some parameters have been stepped since the last `step()`.
 
         Args:
-            call: what was asked for, for the message.
+            call: what was called, for the message.
         """
 
     def check_take_over(self) -> None:
-        """Raise RuntimeError if this holds gradients that would be lost if it stopped now."""
+        """Raise RuntimeError if stopping now would lose gradients."""
 
     def check_no_other_takes_them(self) -> None:
-        """Raise RuntimeError if another optimizer, which still exists, takes gradients of this one's parameters."""
+        """Raise RuntimeError if another existing optimizer takes gradients of this one's parameters."""
         if any(collector not in (None, self) for collector in map(_collector_on, self.params())):
             raise RuntimeError(
                 "another optimizer, built with gradient_release=True or offload_gradients=True, takes the gradients of "
@@ -114,15 +114,15 @@ class GradientCollector(Gradients, ABC):
     """Takes the gradients of an optimizer's parameters as soon as they are final. Its hooks end with the optimizer.
 
     Attributes:
-        argument: the optimizer's argument that asks for it, for messages.
+        argument: the optimizer's argument that turns it on, for messages.
         accumulates: whether a parameter may get several gradients before `step()`.
     """
 
     argument: ClassVar[str]
     accumulates: ClassVar[bool]
     first_gradient_checks: ClassVar[list[Callable[[GradientCollector], None]]] = []
-    """Called before the first gradient is taken. The layers above, which know about ranks, add them here. They may
-    raise: gradients must not be taken before they are averaged over ranks.
+    """Checks that run before the first gradient is taken. The layers above, which know about ranks, add them here. They
+    may raise: gradients must not be taken before they are averaged over ranks.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -136,9 +136,9 @@ class GradientCollector(Gradients, ABC):
         self.start()
 
     def start(self) -> None:
-        """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers.
+        """Give every parameter that requires a gradient a hook, and take parameters over from other optimizers.
 
-        If a backward pass was interrupted, its step is over: what it has taken stays as it is.
+        If a backward pass was interrupted, its step is over: parameters that it has stepped stay stepped.
         """
         self._is_started = True
         self._taken_over: set[int] = set()  # identities of the parameters that a newer optimizer has
@@ -167,14 +167,14 @@ class GradientCollector(Gradients, ABC):
         self._checked = False
 
     def _begin_step(self) -> None:
-        """Begin a step of which nothing has been taken yet."""
+        """Begin a step, before any gradient is taken."""
         self._versions: dict[Tensor, Any] = {}  # of the gradients that are final, by parameter
         self._waiting: dict[Any, GradientBucket] = defaultdict(GradientBucket)  # "means" are those averaged by DDP
         self._taken: set[Tensor] = set()  # parameters whose gradients have been taken
-        self._sentinel: Tensor | None = None  # its gradient stays until `step()`, so that writes by others are noticed
+        self._sentinel: Tensor | None = None  # its gradient stays until `step()`, so that foreign writes are noticed
 
     def begin_anew(self) -> None:
-        """Begin a step, also if one had begun and was not ended."""
+        """Begin a step, even if an earlier one has not ended."""
         with self._lock:
             self._begin_step()
             self.watch_parameters()
@@ -183,7 +183,7 @@ class GradientCollector(Gradients, ABC):
         """Put the gradient of `param` into its bucket, and take the bucket if it is full; called by its hook.
 
         Raises:
-            RuntimeError: it is a second gradient and they are not accumulated, or a CUDA graph is captured.
+            RuntimeError: it is a second gradient and gradients are not accumulated, or a CUDA graph is being captured.
         """
         if param.grad is None:  # another hook has taken it
             return
@@ -191,7 +191,7 @@ class GradientCollector(Gradients, ABC):
         with self._lock:
             self._check_once()
             self._before_final(param)
-            if param.grad is None:  # it waited since a pass that was interrupted
+            if param.grad is None:  # it had waited since an interrupted pass
                 return
             if id(param) in self._averaged_later:
                 self._versions[param] = None
@@ -200,10 +200,10 @@ class GradientCollector(Gradients, ABC):
 
     @abstractmethod
     def _before_final(self, param: Tensor) -> None:
-        """Called when autograd has computed a gradient of `param`. Raises RuntimeError if it cannot be taken."""
+        """Handle a gradient that autograd has computed for `param`. Raises RuntimeError if it cannot be taken."""
 
     def _enqueue(self, param: Tensor, key: Any = None) -> None:
-        """Let the final gradient of `param` wait in its bucket, or in `key`; if it is full, take all but the newest."""
+        """Let the final gradient of `param` wait in its bucket, or in `key`; if full, take all but the newest."""
         key = key or bucket_key(param)
         self._versions[param] = gradient_version(param.grad)
         self._take_waiting(key, self._waiting[key].add(param))
@@ -215,14 +215,14 @@ class GradientCollector(Gradients, ABC):
             self._checked = True
 
     def average_later(self, params: Collection[Tensor]) -> None:
-        """Do not take the gradients of `params` when they are final, but when `take_means` hands over the means."""
+        """Take the gradients of `params` when `take_means` hands over their means, not when they are final."""
         self._averaged_later |= set(map(id, params))
 
     def take_means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[bool]:
-        """Take `means`, gradients averaged over ranks, of those of `params` that this optimizer has.
+        """Take `means`, the gradients of `params` averaged over ranks, for the parameters of this optimizer.
 
         Returns:
-            For each parameter, whether its gradient was taken, and freed.
+            For each parameter, whether its gradient was taken and freed.
         """
         with self._lock:
             done = set() if self.accumulates else self._taken
@@ -260,7 +260,7 @@ class GradientCollector(Gradients, ABC):
             self._take_waiting(key, len(bucket.params))
 
     def _take_waiting(self, key: Any, count: int) -> None:
-        """Take the `count` oldest that wait under `key`, unless somebody has set their gradients to None."""
+        """Take the `count` oldest that wait under `key`, unless their gradients were set to None."""
         if count < 1:
             return
         bucket = self._waiting[key]
@@ -274,10 +274,10 @@ class GradientCollector(Gradients, ABC):
 
     @abstractmethod
     def _second_gradient(self, param: Tensor) -> str:
-        """The message for a gradient of `param` that was found after one had been taken, and cannot be added to it."""
+        """Return the error message for a gradient of `param` that comes after one was taken and cannot be added."""
 
     _without_that: ClassVar[str]
-    """What has happened to other gradients without a write to one that waits, and how to clip."""
+    """What had already happened to other gradients when one that waits was written to, and how to clip."""
 
     def _check_version(self, param: Tensor) -> None:
         """Raise RuntimeError if the gradient of `param` was written to since autograd computed it."""
@@ -299,13 +299,13 @@ class GradientCollector(Gradients, ABC):
 
 
 def collector_of(optimizer: Any) -> GradientCollector | None:
-    """What takes gradients of `optimizer`, which may be of another library, in the backward pass; None if nothing."""
+    """Return what takes gradients of `optimizer`, of any library, in the backward pass; None if nothing does."""
     gradients = getattr(optimizer, "gradients", None)
     return gradients if isinstance(gradients, GradientCollector) else None
 
 
 def _collector_on(param: Tensor) -> GradientCollector | None:
-    """What takes the gradients of `param`; None if nothing does."""
+    """Return what takes the gradients of `param`; None if nothing does."""
     collector: GradientCollector | None = _collectors.get(param, lambda: None)()
     return collector if collector is not None and param in collector._handles else None
 
@@ -323,5 +323,5 @@ def _remove_hooks(handles: dict[Tensor, Any]) -> None:
 
 
 def gradient_version(grad: Tensor | None) -> Any:
-    """Which gradient it is, and the count of writes to it; None if there is none."""
+    """Return the identity of a gradient, and the count of writes to it; None if there is none."""
     return None if grad is None else (id(grad), write_counts([grad]))

@@ -1,10 +1,10 @@
 """Gradients on the host: they are copied there as soon as they are final, added up there, and wait for `step()`.
 
 So the norm of all gradients and sums over micro-batches are exact, and the device holds one bucket of gradients.
-Micro-batches are added up in the gradient's dtype, in their order, as autograd does it: the sums have the same bits.
+Micro-batches are added up in the gradient's dtype, in their order, as autograd does: the sums have the same bits.
 
-All gradients are taken by the end of a backward pass, so that none is added to a later one on the device; except that
-of the smallest parameter, which stays until `step()`, so that writes by others are noticed.
+All gradients are taken by the end of a backward pass, so that none is added to a later one on the device. Only the
+gradient of the smallest parameter stays until `step()`, so that foreign writes are noticed.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ class OffloadedGradients(GradientCollector):
     argument = "offload_gradients=True"
     accumulates = True
     _without_that = (
-        "moved other gradients to the host without that. To clip, call optimizer.clip_grad_norm_ or set max_grad_norm"
+        "already moved other gradients to the host. To clip, call optimizer.clip_grad_norm_ or set max_grad_norm"
     )
 
     def __init__(self, optimizer: Any) -> None:
         self._sums: dict[Tensor, Tensor] = {}  # gradients of the coming step on the host, placed like the parameters
         self.gradient_of = self._sums.get
-        self._memory: dict[Tensor, Tensor] = {}  # of the sums, which stays from step to step
+        self._memory: dict[Tensor, Tensor] = {}  # the memory of the sums, which stays from step to step
         super().__init__(optimizer)
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        self._sentinel_is_fixed = False  # since the gradient of `_sentinel` is that of several passes
+        self._sentinel_is_fixed = False  # once the gradient of `_sentinel` is the sum of several passes
         self._copied: Any = None  # the version of the gradient of `_sentinel` that is on the host
         self._pass: int | None = None  # the last backward pass
 
     def gather(self) -> None:
-        """Move all gradients that are left to the host, and wait until all are there and added up."""
+        """Move all remaining gradients to the host, and wait until all are there and added up."""
         with self._lock:
             self._take_rest()
             self._check_sentinel()
             if self._sentinel is not None and self._copied != (version := self._versions[self._sentinel]):
                 self._sums.pop(self._sentinel, None)
-                self._copy("kept", [self._sentinel])  # its gradient stays, and is looked at again in `step()`
+                self._copy("kept", [self._sentinel])  # its gradient stays, and is checked again in `step()`
                 self._copied = version
             self._optimizer.finish_host_steps()
 
@@ -79,17 +79,17 @@ class OffloadedGradients(GradientCollector):
                 "step() or zero_grad() first"
             )
 
-    # Passes, and the gradient that waits.
+    # Backward passes, and the gradient that waits.
 
     def _before_final(self, param: Tensor) -> None:
-        """Note that a backward pass has begun, if it has; at its end, take what waits."""
+        """If a backward pass has begun, note it, and take what waits at its end."""
         if self._pass == (current := backward_pass()):
             return
         self._pass = current
         self._sentinel_is_fixed = self._sentinel is not None
         if param is not self._sentinel:  # autograd has just added to the gradient of `param`
             self._check_sentinel()
-        self._take_all_waiting()  # of a pass that was interrupted
+        self._take_all_waiting()  # left by an interrupted pass
         taken = {other for other in self._taken if id(other) not in self._averaged_later}
         for other in self.params() if taken else ():
             if other.grad is not None and other in taken and other is not param:
@@ -109,12 +109,12 @@ class OffloadedGradients(GradientCollector):
         self._check_version(self._sentinel)
 
     def _enqueue(self, param: Tensor, key: Any = None) -> None:
-        """Put a gradient into its bucket. That of the smallest parameter stays on the device, for `_check_sentinel`."""
+        """Put a gradient into its bucket. The smallest parameter's stays on the device, for `_check_sentinel`."""
         former = self._sentinel
         is_smallest = former is None or (param.numel() <= former.numel() and not self._sentinel_is_fixed)
         if param is former or (is_smallest and param.numel()):
             self._sentinel = param
-            if param.grad is not None and local_shard(param.grad)._is_view():  # of a large bucket that others write to
+            if param.grad is not None and local_shard(param.grad)._is_view():  # into a large bucket of other code
                 param.grad = param.grad.clone()
             self._versions[param] = gradient_version(param.grad)
             if former is None or former is param:
@@ -135,7 +135,7 @@ class OffloadedGradients(GradientCollector):
 
     @without_grad
     def _copy(self, key: Any, params: Sequence[Tensor]) -> None:
-        """Copy the gradients of `params` to the host, and add them to the sums that are there."""
+        """Copy the gradients of `params` to the host, and add them to the sums there."""
         whole = [param.grad for param in params if param.grad is not None]
         for grad in whole:
             validation.check_gradient(grad)
@@ -155,7 +155,7 @@ class OffloadedGradients(GradientCollector):
             copies.order_after(fetched)
 
     def _sum(self, param: Tensor, grad: Tensor) -> tuple[Tensor, bool]:
-        """Host memory for the sum of gradients of `param`, this rank's part; and whether `grad` is the first of them.
+        """Return host memory for this rank's part of a sum of gradients, and whether `grad` is the first one.
 
         Args:
             param: the parameter.
@@ -178,7 +178,7 @@ class OffloadedGradients(GradientCollector):
 
 
 def _end_pass(reference: weakref.ref[OffloadedGradients], number: int) -> None:
-    """Take what waits at the end of a backward pass, unless its step is over."""
+    """At the end of a backward pass, take what waits, unless the step is over."""
     collector = reference()
     if collector is not None and collector._pass == number:
         with collector._lock:

@@ -1,12 +1,12 @@
 """Gradient release: step parameters during the backward pass and free their gradients.
 
-A full bucket is stepped like a model of its own, in at most two launches per spec, and its gradients are freed;
+A full bucket is stepped like a separate model, in at most two launches per spec, and its gradients are freed;
 `optimizer.step()` steps the rest. A step of some parameters has the bits of the ordinary step, because random bits
-depend on a parameter's number, its step count and the element alone.
+depend only on a parameter's number, its step count and the element.
 
-What needs all gradients at once is excluded: clipping by their norm (see `DelayedClipping`), `skip_nonfinite`, loss
-scaling. So are micro-batches: their gradients would have to be accumulated first. They cannot be accumulated in the
-moments instead: Σgᵢ² is not (Σgᵢ)², so every second moment would be that of smaller batches.
+Features that need all gradients at once are excluded: clipping by their norm (see `DelayedClipping`), `skip_nonfinite`,
+loss scaling. So are micro-batches: their gradients would have to be accumulated first. The moments cannot accumulate
+them instead: Σgᵢ² is not (Σgᵢ)², so every second moment would be a smaller batch's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GradientRelease(GradientCollector):
     argument = "gradient_release=True"
     accumulates = False
     stepped_in_parts = True
-    _without_that = f"stepped other parameters without that. To clip, {ALTERNATIVES}"
+    _without_that = f"already stepped other parameters. To clip, {ALTERNATIVES}"
 
     def __init__(self, optimizer: Any) -> None:
         self._plans: dict[tuple[Any, int], StepPlan] = {}
@@ -45,22 +45,22 @@ class GradientRelease(GradientCollector):
 
     def gather(self) -> None:
         raise RuntimeError(
-            "gradient_release=True steps parameters during the backward pass, so there is no step of all gradients, "
-            "and no norm before it; optimizer.grad_norm is that of the last step with clip='delayed'"
+            "gradient_release=True steps parameters during the backward pass, so the norm of all gradients is never "
+            "known before a step; with clip='delayed', optimizer.grad_norm is that of the last step"
         )
 
     def step_rest(self) -> None:
         """Step the parameters that have a gradient and were not stepped during the backward pass.
 
         Raises:
-            RuntimeError: a stepped parameter was given another gradient, or settings were changed since.
+            RuntimeError: a stepped parameter got another gradient, or settings were changed since it was stepped.
         """
         with self._lock:
             self._take_rest()
         if self._settings_at_start not in (None, self._settings()):
             raise RuntimeError(
                 "the learning rate or another setting of a param group was changed between the backward pass and "
-                "step(), but gradient_release=True has stepped parameters with the former ones; change settings before "
+                "step(), but gradient_release=True has stepped parameters with the old ones; change settings before "
                 "the backward pass"
             )
 
@@ -87,8 +87,8 @@ class GradientRelease(GradientCollector):
     def check_between_steps(self, call: str) -> None:
         if self._taken:
             raise RuntimeError(
-                f"{call} between the backward pass and step(): gradient_release=True has stepped {len(self._taken)} of "
-                f"{len(self.params())} parameters, and not the others. Do it after step()"
+                f"{call} came between the backward pass and step(), when gradient_release=True had stepped only "
+                f"{len(self._taken)} of {len(self.params())} parameters; call step() first"
             )
 
     def _before_final(self, param: Tensor) -> None:
@@ -105,14 +105,14 @@ class GradientRelease(GradientCollector):
             optimizer.check_groups()
             check_execution_arguments(optimizer)
             self._settings_at_start = self._settings()
-        slot = key, self._stepped_buckets[key]  # its plan fits if the backward pass has the order of the last one
-        with interrupts.deferred():  # what was stepped is noted before a signal can raise
+        slot = key, self._stepped_buckets[key]  # its plan fits if the backward pass has the same order as the last one
+        with interrupts.deferred():  # note what was stepped before a signal can raise
             self._plans[slot] = optimizer.step_part(params, self._plans.get(slot))
             self._stepped_buckets[key] += 1
             self._taken.update(params)
 
     def _settings(self) -> list[dict[str, Any]]:
-        """The settings of the param groups, as values that can be compared."""
+        """Return the settings of the param groups, as values that can be compared."""
         return [
             {
                 key: (id(value), value._version) if isinstance(value, Tensor) else value

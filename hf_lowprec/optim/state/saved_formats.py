@@ -4,7 +4,7 @@
 group has a header, inside the value of a key that torch's optimizers have always had; see `_CARRIER`.
 
 State dicts of other libraries do not name their optimizer, so their formats are recognized by the keys of their param
-groups. They are converted to those of the same algorithm here: hyperparameters are taken over, the states get this
+groups. They are converted to the format of the same algorithm here: hyperparameters are taken over, states get this
 optimizer's `state_dtype` (rounded to nearest), and settings that exist only here stay as they are.
 """
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 
 FORMAT = 2
-"""Version of the state dicts that are saved, and the only one that is read."""
+"""Version of saved state dicts, and the only one that is read."""
 
 HEADER = "header"
-"""Key of a param group while it is loaded: the name of the algorithm that saved it, and the format."""
+"""Key of a param group that is being loaded: the name of the algorithm that saved it, and the format."""
 
 NORM_BEFORE = "norm_before"
 """Key of the first group: the gradient norm of the last step, by which `clip="delayed"` clips the next one."""
 
 SKIPPED_STEPS = "skipped_steps"
-"""Key of the first group: how many steps `skip_nonfinite` has left out; missing if none."""
+"""Key of the first group: how many steps `skip_nonfinite` has skipped; missing if none."""
 
 ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE, SKIPPED_STEPS)
 """Optional keys of param groups. They are saved in the header, since distributed checkpoints fail on a key that they
@@ -52,8 +52,8 @@ none."""
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header, `ADDED_KEYS` and the value itself.
 
-Distributed checkpoints hold nothing but states and the keys of param groups, and torch raises an error when a
-checkpoint lacks a key. It is a string because torch flattens containers into keys of their own.
+Distributed checkpoints hold only states and the keys of param groups, and torch raises an error if a checkpoint lacks a
+key. It is a string because torch flattens containers into separate keys.
 """
 
 _CARRIED: dict[str, Any] = {
@@ -67,15 +67,15 @@ _CARRIED: dict[str, Any] = {
 """The keys of that string, and the types of their values."""
 
 _BYTES = 2
-"""int16 states are saved as the bytes of their numbers, in a last dimension of this size: gloo and NCCL gather and send
-uint8, but not int16."""
+"""The size of the last dimension in which int16 states are saved as bytes: gloo and NCCL gather and send uint8, but not
+int16."""
 
 
 def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make `state_dict`, as torch returns it, one that every checkpoint format can hold.
+    """Convert `state_dict`, as torch returns it, to a form that every checkpoint format can hold.
 
-    Each param group gets a header. Dtypes are replaced by their names, since distributed checkpoints cannot gather
-    `torch.dtype`, and int16 states by views of their bytes, since they cannot gather those either.
+    Each param group gets a header. Dtypes are replaced by their names, and int16 states by views of their bytes, since
+    distributed checkpoints can gather neither.
     """
 
     def saved_group(group: ParamGroup) -> ParamGroup:
@@ -105,7 +105,7 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Invert `to_saved_form`; groups with a header have it under the key `HEADER`. States may be missing.
 
     Raises:
-        ValueError: a header is damaged, or of another format.
+        ValueError: a header is damaged, or has another format.
     """
 
     def loaded_group(group: ParamGroup) -> ParamGroup:
@@ -139,14 +139,14 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_saved_dtype(name: str, value: Tensor) -> Tensor:
-    """A view of the state as it is saved, see `_BYTES`."""
+    """Return a view of the state as it is saved, see `_BYTES`."""
     if value.dtype != torch.int16:
         return value
     return dtensor_like(local_shard(value).unsqueeze(-1).view(torch.uint8), value, (*value.shape, _BYTES))
 
 
 def in_own_dtype(name: str, saved: Tensor) -> Tensor:
-    """A view of the saved state `name` in the dtype of its numbers; the inverse of `_in_saved_dtype`."""
+    """Return a view of the saved state `name` in the dtype of its numbers; the inverse of `_in_saved_dtype`."""
     own = AUXILIARY_STATES[name].dtype if name in AUXILIARY_STATES else None
     if own != torch.int16 or saved.dtype != torch.uint8 or saved.shape[-1:] != (_BYTES,):
         return saved
@@ -154,7 +154,7 @@ def in_own_dtype(name: str, saved: Tensor) -> Tensor:
 
 
 def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tensor]) -> dict[Any, Any]:
-    """Copies of the dictionaries in `states`, with each tensor replaced."""
+    """Copy the dictionaries in `states`, with each tensor replaced."""
     return {
         number: {key: change(key, value) if isinstance(value, Tensor) else value for key, value in state.items()}
         if isinstance(state, Mapping)
@@ -168,20 +168,20 @@ def _dtype_name(value: Any) -> Any:
 
 
 def _with_state_dtype(group: ParamGroup, convert: Callable[[Any], Any]) -> ParamGroup:
-    """`group` with each dtype in its `state_dtype`, which may be a mapping, converted."""
+    """Return `group` with each dtype in its `state_dtype` converted; `state_dtype` may be a mapping."""
     value = group.get("state_dtype")
     value = {k: convert(v) for k, v in value.items()} if isinstance(value, Mapping) else convert(value)
     return {**group, "state_dtype": value} if "state_dtype" in group else group
 
 
 def algorithm_name(optimizer: Algorithm) -> str:
-    """The name of the optimizer's algorithm: its class in `algorithms/`, which users may have subclassed."""
+    """Return the name of the optimizer's algorithm: its class in `algorithms/`, which users may have subclassed."""
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
     return next(classes, type(optimizer)).__name__
 
 
 def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-    """Each parameter of `optimizer`, and its number in `state_dict`."""
+    """Yield each parameter of `optimizer`, and its number in `state_dict`."""
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         yield from zip(group["params"], saved["params"], strict=True)
 
@@ -212,8 +212,8 @@ class ForeignFormat:
         algorithms: the algorithms here that compute the same.
         marks: keys that its param groups have.
         lacks: keys that its param groups do not have.
-        hyperparameters: `(saved group, algorithm) -> keys to replace`; raises ValueError, with the reason as message,
-            if the formula differs from the algorithm's.
+        hyperparameters: `(saved group, algorithm) -> keys to replace`; raises ValueError with the reason if the formula
+            differs from the algorithm's.
         states: `state -> state` with the names and shapes that the algorithm uses.
     """
 
@@ -225,7 +225,7 @@ class ForeignFormat:
     states: Callable[[OptimizerState], OptimizerState] = lambda state: state
 
     def convert_group(self, algorithm: str, own: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
-        """The group `saved` with the keys of `own`, a param group of the optimizer that loads it.
+        """Return the group `saved` with the keys of `own`, a param group of the optimizer that loads it.
 
         Raises:
             ValueError: the formulas differ.
@@ -241,21 +241,21 @@ class ForeignFormat:
             message = f"{where} of the state dict was saved by {self.library} with {reason}; or {START_AGAIN}"
             raise ValueError(message) from None
         kept = {key: value for key, value in saved.items() if key in own or key not in _DROPPED_UNLESS_OURS}
-        # "nearest" has no states of its own that would be missing. The loading optimizer's mode is put back later.
+        # "nearest" has no states of its own that would be missing. The loading optimizer's mode is restored later.
         return {**own, **kept, **replaced, "rounding": "nearest"}
 
     def convert_state(self, state: OptimizerState) -> OptimizerState:
-        """A parameter's saved `state`, with the names and values of this optimizer; empty if it was never stepped."""
+        """Convert a parameter's saved `state` to this optimizer's names and values; empty if it was never stepped."""
         converted = {name: value for name, value in self.states(dict(state)).items() if value is not None}
-        # SGD does not count steps; what matters to it is whether there was one.
+        # SGD does not count steps; it matters only whether there was one.
         return {"step": 1, **converted} if converted else {}
 
 
 def foreign_format(algorithm: str, saved: ParamGroup, where: str) -> ForeignFormat | None:
-    """The format of another library that the saved group has; None if the `algorithm` here saved it.
+    """Return the format of the other library that saved the group; None if the `algorithm` here saved it.
 
     Raises:
-        ValueError: neither is the case.
+        ValueError: neither saved it.
     """
     if HEADER in saved:
         if (writer := saved[HEADER].get("optimizer")) != algorithm:
@@ -276,7 +276,7 @@ def foreign_format(algorithm: str, saved: ParamGroup, where: str) -> ForeignForm
 
 
 def _torch_adam(saved: ParamGroup, algorithm: str) -> ParamGroup:
-    """Before torch 2.7, only the class tells Adam from AdamW."""
+    """Convert Adam and AdamW; before torch 2.7, only the class tells them apart."""
     decoupled = saved.get("decoupled_weight_decay", algorithm == "AdamW")
     if algorithm == "AdamW" and saved["weight_decay"] and not decoupled:
         raise ValueError("an L2 penalty as weight decay; load it into Adam")
@@ -284,12 +284,12 @@ def _torch_adam(saved: ParamGroup, algorithm: str) -> ParamGroup:
 
 
 def _torch_muon(saved: ParamGroup, algorithm: str) -> ParamGroup:
-    """Its `eps` is that of the Newton–Schulz iteration; the one of AdamW has no effect on matrices."""
+    """Convert Muon. Its `eps` is the Newton–Schulz iteration's; AdamW's has no effect on matrices."""
     return {"ns_eps": saved["eps"], "eps": 1e-8, "adjust_lr_fn": saved["adjust_lr_fn"] or "original"}
 
 
 def _transformers_adafactor(saved: ParamGroup, algorithm: str) -> ParamGroup:
-    """It knows no largest relative step but 10⁻²."""
+    """Convert Adafactor, whose largest relative step is always 10⁻²."""
     if saved["warmup_init"]:
         raise ValueError("warmup_init=True; set it to False and use a scheduler")
     if saved["weight_decay"] and (saved["relative_step"] or saved["scale_parameter"]):

@@ -1,7 +1,7 @@
 """Loading of optimizer state dicts.
 
-A state dict is checked completely before anything is changed, and gets what it lacks. Torch's loader takes the param
-groups, and what users keep besides the states of parameters.
+A state dict is checked completely before anything is changed, and missing keys are added. torch's loader takes the
+param groups, and what users keep besides the states of parameters.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_and_load(
         prepared, found = _prepare(optimizer, incoming)
         loadable.update(prepared)
         notes.extend(found)
-        # Torch would cast the states of parameters to their dtypes, and move them to their devices.
+        # torch would cast states to the dtypes of their parameters, and move them to the parameters' devices.
         numbers = {number for _, number in numbered_parameters(optimizer, prepared)}
         return {**prepared, "state": {key: value for key, value in prepared["state"].items() if key not in numbers}}
 
@@ -84,7 +84,7 @@ def check_and_load(
         for param, number in numbered_parameters(optimizer, loadable):
             _load_state(optimizer, param, loadable["state"].get(number, {}), loadable.get(LOW_BITS, {}).get(number))
 
-    # Of the hooks, the last sees what torch will load, and the first what it has loaded.
+    # The last pre-hook sees what torch will load, and the first post-hook what it has loaded.
     handles = [
         optimizer.register_load_state_dict_pre_hook(prepare),
         optimizer.register_load_state_dict_post_hook(load_states, prepend=True),
@@ -101,9 +101,9 @@ def check_and_load(
 def _load_state(optimizer: Algorithm, param: Tensor, saved: dict[str, Any], low_bits: dict[str, Any] | None) -> None:
     """Load the state of `param`, or the low bits that its cast has kept.
 
-    Step counts become int64 tensors. Compensations and remainders are parts of the weights, and copied as
-    `model.load_state_dict` copies those: other states may share memory with the state dict, and so with the optimizer
-    that it came from. Low bits that the cast of the model has kept are dropped where the loaded states hold them.
+    Step counts become int64 tensors. Compensations and remainders are parts of the weights, so they are copied, as
+    `model.load_state_dict` copies weights. Other states may share memory with the state dict, and so with the optimizer
+    that it came from. Low bits that the cast of the model has kept are dropped if the loaded states hold them.
     """
     for name, value in saved.items():
         if name == "step":
@@ -121,14 +121,14 @@ def _load_state(optimizer: Algorithm, param: Tensor, saved: dict[str, Any], low_
 def _prepare(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
 
-    State of other libraries is converted, missing keys get their defaults, the rounding modes are those of `optimizer`,
-    and so is each `state_dtype` that is not None, to which states are converted. With states in 8 bits, so is the
-    `state_rounding`.
+    State of other libraries is converted, and missing keys get their defaults. The rounding modes are taken from
+    `optimizer`, as is each `state_dtype` that is not None, to which states are converted, and the `state_rounding` of
+    8-bit states.
 
     Returns:
-        The state dict, and what the user should know about it: a warning each for state of another library, for changed
-        options, for states that were converted to another dtype, for a replaced `state_rounding` and for changed
-        rounding modes.
+        The state dict, and what the user should know about it: one warning each for state of another library, for
+        changed options, for states that were converted to another dtype, for a replaced `state_rounding` and for
+        changed rounding modes.
 
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
@@ -155,7 +155,7 @@ def _prepare(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str
             state, owner = states.pop(number, None), f"parameter {number}"
             if state and foreign is not None:
                 state = rounded_to_nearest(optimizer, as_saved, param, foreign.convert_state(state))
-            if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
+            if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty dict
                 _check_state(optimizer, param, as_saved, state, owner)
                 changes |= dict.fromkeys(convert_factored(optimizer, prepared, param, state := dict(state)))
                 if group["state_dtype"] is not None:
@@ -180,8 +180,8 @@ def _prepare(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str
 def _check_containers(state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError unless all containers, keys and tensors of `state_dict` are of the types that torch saves.
 
-    Users may keep more in "state", under other keys than numbers of parameters. A number of none would silently be
-    ignored, and its parameter would start afresh.
+    Users may keep more in "state", under keys other than numbers of parameters. A number without a parameter would be
+    ignored silently, and the parameter that was meant would start with new state.
     """
 
     def expect(value: Any, types: Any, names: str, what: str) -> None:
@@ -225,9 +225,9 @@ def _check_containers(state_dict: Mapping[str, Any]) -> None:
                 raise ValueError(f"{where} of the state dict, {sorted(values)}, are damaged")
     for key in state_dict["state"]:
         if isinstance(key, str) and key.isdecimal() and key not in known:
-            raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
+            raise ValueError(f"the state dict has a state for parameter {key!r}, a string as in JSON; make keys int")
         if isinstance(key, int) and key not in known:
-            raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
+            raise ValueError(f"the state dict has a state for parameter {key}, which is in none of its param groups")
 
 
 def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
@@ -262,7 +262,7 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
     if group["state_dtype"] is not None:
         saved["state_dtype"] = group["state_dtype"]
         if requests_8_bits(group):
-            saved["state_rounding"] = group["state_rounding"]  # "nearest" would exclude them
+            saved["state_rounding"] = group["state_rounding"]  # 8-bit states do not allow "nearest"
     check_group(optimizer, saved, f"{where} of the state dict")
     for flag in optimizer.flags:
         if bool(saved[flag]) != bool(group[flag]):
@@ -276,11 +276,11 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
 def _notes(
     optimizer: Algorithm, formats: Sequence[ForeignFormat | None], saved_groups: Sequence[ParamGroup]
 ) -> list[str]:
-    """What the user should know of the saved groups, which have been prepared.
+    """Return what the user should know about the prepared saved groups.
 
-    State of other libraries, of which one warning each is enough. Options that are replaced, except for the learning
-    rate and what a scheduler cycles with it, since these differ in every resumed run, `ADDED_KEYS`, which users seldom
-    choose, and a `state_dtype` that was given, which is kept. Rounding modes that are not those of the groups: the
+    There is one warning for state of each other library. Another names replaced options, except for the learning rate
+    and what a scheduler cycles with it, since these differ in every resumed run; `ADDED_KEYS`, which users seldom
+    choose; and a given `state_dtype`, which is kept. Another is about rounding modes that differ from the groups': the
     optimizer's own are kept, since the user has chosen them, possibly to change the mode.
     """
     name = algorithm_name(optimizer)
@@ -319,7 +319,7 @@ def _notes(
 
 
 def _comparable(value: Any) -> Any:
-    """`value` as a number, tuple or string: some checkpoint formats turn tuples into lists and numbers into tensors."""
+    """Convert `value` to a number, tuple or string: some formats turn tuples into lists and numbers into tensors."""
     return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
 
 
@@ -342,10 +342,10 @@ def _check_state(
     # A compensation means that the weight was in 16 bits.
     if param.dtype == torch.float32 and (foreign := sorted(AUXILIARY_STATES.keys() & state.keys())):
         raise ValueError(
-            f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}. It was in 16 bits when it was "
-            f"saved: cast the model as then, with the same keep_fp32, or {START_AGAIN}"
+            f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}. The parameter was in 16 bits "
+            f"when it was saved: cast the model with the same keep_fp32 as then, or {START_AGAIN}"
         )
-    # A group may have been given another rounding mode between two steps, or another option, whose states stay.
+    # Between two steps, a group may have got another rounding mode, or another option, whose states stay.
     options = group_keys(optimizer) - {*optimizer.flags}
     options = {key for key in options if isinstance(saved_group.get(key), int | float | None)}
     switched_on = {**saved_group, **{key: saved_group.get(key) or True for key in options}}

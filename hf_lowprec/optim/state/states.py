@@ -35,9 +35,9 @@ from hf_lowprec.rounding.modes import CODE_SUFFIX, LOW_BITS_STATES, SCALE_SUFFIX
 def state_tensors(
     optimizer: Algorithm, group: ParamGroup, param: Tensor, existing: Mapping[str, Any] | None = None
 ) -> list[StoredState]:
-    """The state tensors that `param` has in `group`, in the order in which they are stored.
+    """Return the state tensors that `param` has in `group`, in the order in which they are stored.
 
-    States that exist have their dtype, others that which the group asks for.
+    Existing states have their own dtype, others the dtype that the group asks for.
 
     Args:
         optimizer: the optimizer of `param`.
@@ -46,7 +46,7 @@ def state_tensors(
         existing: the states that exist; None means those of `optimizer`.
 
     Raises:
-        ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
+        ValueError: a state would be stored in 8 bits, and the sharding of `param` cuts blocks.
     """
     if existing is None:
         existing = optimizer.state.get(param, {})
@@ -62,7 +62,7 @@ def state_tensors(
 
 
 def _requested_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
-    """The dtype that `group` asks for `state` of `param`."""
+    """Return the dtype that `group` asks for `state` of `param`."""
     if state.dtype is not None or param.dtype == torch.float32:
         return state.dtype or torch.float32
     requested = group["state_dtype"]
@@ -70,13 +70,13 @@ def _requested_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dt
 
 
 def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
-    """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
+    """Return the dtype of a new state of `param`: what `group` asks for, or BF16 instead of unsupported 8 bits."""
     dtype = _requested_dtype(state, group, param)
     return torch.bfloat16 if dtype == torch.int8 and why_not_8_bits(state, param) else dtype
 
 
 def why_not_8_bits(state: State, param: Tensor) -> str | None:
-    """The reason why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
+    """Explain why `state` of `param` cannot be stored in 8 bits; return None if it can."""
     if not state.accumulates:
         return f"{state.name} does not average over steps"
     shape, part = full_shape(param), flat_part(param)
@@ -88,7 +88,7 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
 
 
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
-    """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
+    """Return the reason for each state of `param` that `group` wants in 8 bits but that is stored in BF16."""
     states = optimizer.stored_states(group, param)
     wanted = (state for state in states if _requested_dtype(state, group, param) == torch.int8)
     return [reason for state in wanted if (reason := why_not_8_bits(state, param)) is not None]
@@ -109,19 +109,19 @@ def _check_blocks(param: Tensor) -> None:
 
 
 def storage_keys(name: str, keys: Collection[str]) -> tuple[str, ...]:
-    """The keys of the state `name` among those of a parameter's entry: its own, or those of its codes and scales."""
+    """Return the keys of the state `name` in a parameter's entry: its own, or those of its codes and scales."""
     coded = name + CODE_SUFFIX, name + SCALE_SUFFIX
     return coded if coded[0] in keys else (name,)
 
 
 def dtype_in(state: Mapping[str, Any], name: str) -> torch.dtype | None:
-    """The dtype in which the entry `state` of a parameter stores the state `name`; None if it does not."""
+    """Return the dtype in which the entry `state` of a parameter stores the state `name`; None if it does not."""
     stored = state.get(storage_keys(name, state.keys())[0])
     return None if stored is None else stored.dtype
 
 
 def value_in(state: Mapping[str, Any], name: str) -> Tensor:
-    """The values of a whole state: as it is stored, or in FP32 if that is in 8 bits.
+    """Return the values of a whole state: as stored, or in FP32 if it is stored in 8 bits.
 
     Args:
         state: a parameter's entry in `optimizer.state` or in a state dict, or a part of it. Tensors may be DTensors.
@@ -136,11 +136,11 @@ def value_in(state: Mapping[str, Any], name: str) -> Tensor:
 
 
 def stored_as(value: Tensor, dtype: torch.dtype, name: str) -> dict[str, Tensor]:
-    """A whole state as it is stored, by key; rounded to nearest.
+    """Convert a whole state to its stored form, by key; rounded to nearest.
 
     Args:
-        value: floating-point tensor. For 8 bits, its rows, or this rank's part of them, are made of blocks.
-        dtype: in which it is stored.
+        value: floating-point tensor. For 8 bits, its rows, or this rank's part of them, consist of blocks.
+        dtype: the dtype in which it is stored.
         name: its name.
     """
     if dtype != torch.int8:
@@ -162,21 +162,21 @@ def stored_as(value: Tensor, dtype: torch.dtype, name: str) -> dict[str, Tensor]
 
 
 def is_nonnegative(name: str) -> bool:
-    """Return whether no element of the state `name` is ever negative; for states whose algorithm is not known."""
+    """Return whether the state `name` is never negative; for states whose algorithm is not known."""
     return name.endswith("_sq")
 
 
 def rounded_to_nearest(
     optimizer: Algorithm, group: ParamGroup, param: Tensor, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """States in the dtypes that new states of `param` have in `group`.
+    """Convert states to the dtypes that new states of `param` have in `group`.
 
     Args:
         optimizer: the optimizer of `param`.
         group: its param group.
         param: the parameter.
-        values: floating-point tensors by name. Compensations, and what is not a tensor of the parameter's shape, are
-            returned as they are.
+        values: floating-point tensors by name. Compensations, and values other than tensors of the parameter's shape,
+            are returned as they are.
     """
     known = {state.name: state for state in optimizer.stored_states(group, param)}
     states: dict[str, Any] = {}
@@ -192,9 +192,9 @@ def rounded_to_nearest(
 def in_own_dtypes(
     optimizer: Algorithm, group: ParamGroup, param: Tensor, saved: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Convert the states of `param` that were not saved in the dtype that new ones have in `group`.
+    """Convert the states of `param` that were not saved in the dtype that new states have in `group`.
 
-    Into fewer bits they are rounded to nearest, without random bits, so that every sharding gets the same bits. A
+    Conversions to fewer bits round to nearest, without random bits, so that every sharding gets the same bits. A
     compensation or remainder is a part of the weight, so it stays as it is.
 
     Args:
@@ -207,7 +207,7 @@ def in_own_dtypes(
         The entry with converted states, and each conversion in words.
 
     Raises:
-        ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
+        ValueError: a state would be stored in 8 bits, and the sharding of `param` cuts blocks.
     """
     converted, changes = dict(saved), []
     for state in optimizer.states(group):
@@ -224,7 +224,7 @@ def in_own_dtypes(
 
 
 def convert_factored(optimizer: Algorithm, group: ParamGroup, param: Tensor, state: dict[str, Any]) -> list[str]:
-    """Make means over rows and columns of states that are factored in `group`, and of means the states that are not.
+    """Turn states that are factored in `group` into means over rows and columns, and means into states that are not.
 
     Args:
         optimizer: the optimizer of `param`.
@@ -262,7 +262,7 @@ def convert_factored(optimizer: Algorithm, group: ParamGroup, param: Tensor, sta
 
 
 def _placed_as(value: Tensor, param: Tensor, state: State) -> Tensor:
-    """`value`, a DTensor if `param` is one, with the placements of this state of `param`."""
+    """Return `value` as a DTensor, if `param` is one, with the placements of this state of `param`."""
     if not is_sharded(value):
         return value
     return value.redistribute(placements=placements_of_mean(param, state.mean_over))  # type: ignore[attr-defined]
@@ -271,29 +271,29 @@ def _placed_as(value: Tensor, param: Tensor, state: State) -> Tensor:
 # New states.
 
 PAGE = 4096
-"""Bytes after which the last twelve bits of an address repeat."""
+"""The number of bytes after which the last twelve bits of an address repeat."""
 SMALLEST = 16 * PAGE
-"""Bytes of the smallest state for which a page of extra memory is spent."""
+"""The smallest state, in bytes, that gets a page of extra memory."""
 _LINE = 64
 
 
 def zeros_apart(
     param: Tensor, state: StoredState, position: int, count: int, device: torch.device | None = None
 ) -> Tensor:
-    """A new state: contiguous zeros, distributed as `param` is.
+    """Create a state: contiguous zeros, distributed like `param`.
 
-    On a CPU, states lie at other offsets from page boundaries than their weight and each other. A load waits for an
-    earlier store in flight if the last twelve bits of their addresses are equal, even if they are pages apart (AMD,
-    Software Optimization Guide, publication 25112, section 5.5, "False Dependencies"; Intel calls it 4-KByte aliasing).
-    The C library places each of several large tensors 64 bytes further into a page than the one before, so a step would
-    load from one state just where it stored to its neighbour a moment ago.
+    On a CPU, a weight and its states lie at different offsets from page boundaries. A load waits for an earlier store
+    in flight if the last twelve bits of their addresses are equal, even if they are pages apart (AMD, Software
+    Optimization Guide, publication 25112, section 5.5, "False Dependencies"; Intel calls it 4-KByte aliasing). The C
+    library places each of several large tensors 64 bytes further into a page than the one before, so a step would load
+    from one state at the offset where it has just stored to another.
 
     Args:
         param: the parameter.
         state: the new state.
-        position: which of the parameter's states this is, from 0.
-        count: how many states it has; they divide the page that begins at the weight.
-        device: of the zeros; None means that of `param`.
+        position: the position among the parameter's states, from 0.
+        count: the number of its states; they divide the page that begins at the weight.
+        device: the device of the zeros; None means the parameter's.
     """
     part, dtype = local_shard(param), state.dtype
     device = device or part.device
@@ -306,14 +306,14 @@ def zeros_apart(
     target = part.data_ptr() + PAGE * (position + 1) // (count + 1)
     first = (target - memory.data_ptr()) % PAGE // _LINE * _LINE // dtype.itemsize
     zeros = memory[first : first + part.numel()].view(part.shape)
-    # From a shard with an offset in its storage, torch makes a DTensor that it cannot copy, so shards have no offset.
-    # A plain tensor keeps its offset, which is saved with it, so that loaded states are placed apart as well.
+    # torch cannot copy a DTensor whose shard has an offset in its storage, so shards have no offset. A plain tensor
+    # keeps its offset, which is saved with it, so that loaded states are placed apart as well.
     return dtensor_like(from_dlpack(zeros), param) if is_sharded(param) else zeros
 
 
 def copy_apart(state: Tensor) -> Tensor:
-    """A contiguous copy of a state, at the same offset in memory of its own; see `zeros_apart`."""
+    """Return a contiguous copy of a state, at the same offset in new memory; see `zeros_apart`."""
     first = state.storage_offset()
-    if is_sharded(state) or first >= PAGE:  # of an offset above, `state` is a part of other memory
+    if is_sharded(state) or first >= PAGE:  # with a larger offset, `state` is a part of other memory
         return state.clone(memory_format=torch.contiguous_format)
     return state.new_empty(first + state.numel())[first:].view(state.shape).copy_(state)

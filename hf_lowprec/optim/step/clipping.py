@@ -1,9 +1,8 @@
 """Clipping by the global gradient norm inside the step: the norm takes one pass over the gradients, clipping none.
 
 Squares are summed in FP64, or in pairs of FP32 numbers as precisely (`backends/triton/handwritten_kernels.py`), so the
-norm, rounded to FP32 at the end, does not depend on how tensors are cut: a sharded run clips by the same factor as an
-unsharded one. (Summed in one FP32 variable, as `torch.linalg.vector_norm` does on a CPU, the norm of 2²⁴ numbers is off
-by 6e-4.)
+norm, rounded to FP32 at the end, does not depend on sharding: a sharded run clips by the same factor as an unsharded
+one. (Summed in one FP32 variable, as `torch.linalg.vector_norm` does on a CPU, the norm of 2²⁴ numbers is off by 6e-4.)
 
 A norm is computed by `clip_grad_norm_`, by `global_grad_norm`, or by the step itself if it needs one and neither was
 called. `GradientClipping` holds what the first two computed until a step takes the gradients. `DelayedClipping`, for
@@ -32,8 +31,8 @@ ALTERNATIVES = (
 )
 """The alternatives to clipping by the norm of all gradients."""
 
-# Torch's result would need the clipped part of a gradient, and after a backward only its sum with the new part is left,
-# whether or not the clipped part was zeroed in place before.
+# torch's result would need the clipped part of a gradient, but after a backward pass, only its sum with the new part is
+# left, whether or not the clipped part was zeroed in place before.
 GRADIENTS_CHANGED = (
     "gradients were changed or added after clip_grad_norm_. Clipping happens inside the step, so earlier and later "
     "gradients can no longer be told apart. Call clip_grad_norm_ last; or use torch.nn.utils.clip_grad_norm_, which "
@@ -46,10 +45,10 @@ Squares = tuple[Sharding | None, Tensor]
 
 
 def global_norm(squares: Iterable[Squares]) -> Tensor:
-    """The norm of all gradients, over all groups and shards; FP32 scalar.
+    """Return the norm of all gradients, over all groups and shards; FP32 scalar.
 
-    It is on the device of the first group, or on the CPU if there are no groups. What is not finite in one replica of a
-    shard reaches all ranks over which other gradients are sharded: they skip a step together.
+    It is on the device of the first group, or on the CPU if there are no groups. A number in one replica of a shard
+    that is not finite reaches all ranks over which other gradients are sharded, so they skip a step together.
     """
     sums: dict[tuple[Sharding | None, torch.device], Tensor] = {}
     for sharding, part in squares:
@@ -73,7 +72,7 @@ def _count_of_shards(key: tuple[Sharding | None, torch.device]) -> int:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The FP32 factor that brings gradients of norm `norm` down to `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
+    """Return the FP32 factor that scales gradients of norm `norm` to `max_norm`, as torch's `clip_grad_norm_` does."""
     limit = max_norm if isinstance(max_norm, Tensor) else float(max_norm)  # torch refuses fractions and large integers
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
@@ -89,10 +88,10 @@ def _has_views(grads: Sequence[Tensor]) -> bool:
 
 
 def _replace_bucket_views(params: Iterable[Tensor]) -> None:
-    """Replace every gradient that is a view by another view of the same memory, before it is clipped.
+    """Replace every gradient that is a view with another view of the same memory, before it is clipped.
 
-    DDP keeps the views of its buckets (`gradient_as_bucket_view=True`) and hands them out again after `zero_grad()`. So
-    new gradients are other objects than the clipped ones, and `PendingClip` can tell them apart.
+    DDP keeps the views of its buckets (`gradient_as_bucket_view=True`) and hands them out again after `zero_grad()`.
+    After the replacement, new gradients are other objects than the clipped ones, and `PendingClip` can tell them apart.
     """
     for param in params:
         grad = param.grad
@@ -104,13 +103,13 @@ class GradientClipping:
     """The clipping of an optimizer's coming step by the norm of its gradients, and its count of skipped steps.
 
     Attributes:
-        pending: what `clip_grad_norm_` or `global_grad_norm` computed for the gradients that are there; None if neither
-            was called for them.
-        given: the norm of all gradients, FP32 scalar, where a step takes some of them at a time; see
+        pending: what `clip_grad_norm_` or `global_grad_norm` computed for the present gradients; None if neither was
+            called for them.
+        given: the norm of all gradients, FP32 scalar, if a step takes some of them at a time; see
             `LowPrecisionOptimizer.begin_step_of_parts`.
-        skipped_steps: number of steps left out by `skip_nonfinite`, int64 scalar on the norm's device; None before the
-            first step that could have been.
-        norm_before: norm of the gradients of the step before, if the next one is clipped by it; 0 clips nothing.
+        skipped_steps: number of steps skipped by `skip_nonfinite`, int64 scalar on the norm's device; None before the
+            first step that could be skipped.
+        norm_before: gradient norm of the step before, if the next one is clipped by it; 0 clips nothing.
     """
 
     def __init__(self, norm_before: Tensor | float = 0.0) -> None:
@@ -120,21 +119,21 @@ class GradientClipping:
         self.norm_before = norm_before
 
     def limit(self, optimizer: Any, requested: float | None = None) -> float | None:
-        """The norm to which the coming step of `optimizer` clips gradients; None if it does not clip.
+        """Return the norm to which the coming step of `optimizer` clips gradients; None if it does not clip.
 
         Args:
-            optimizer: its `max_grad_norm` is for gradients of which `clip_grad_norm_` was not called.
-            requested: what a call of `clip_grad_norm_` that is under way asks for, after earlier calls.
+            optimizer: the optimizer, whose `max_grad_norm` applies if `clip_grad_norm_` was not called.
+            requested: the norm that a running call of `clip_grad_norm_` asks for, after earlier calls.
         """
         smallest = _smallest(requested, self.pending)
         limit: float | None = optimizer.max_grad_norm if smallest is None else smallest
         return None if limit == math.inf else limit
 
     def match(self, optimizer: Any) -> None:
-        """Discard `pending` if it belongs to gradients other than those that `optimizer` has now.
+        """Discard `pending` if it belongs to gradients other than the present ones of `optimizer`.
 
         Raises:
-            RuntimeError: gradients that are to be clipped were written to, or others were added.
+            RuntimeError: gradients to clip were written to, or others were added.
         """
         if self.pending is not None and not self.pending.applies_to(_gradients_of(optimizer)):
             self.pending = None
@@ -148,8 +147,8 @@ class GradientClipping:
         """Compute the norm of the gradients, for `clip_grad_norm_` and `global_grad_norm`, and set `pending`.
 
         Args:
-            optimizer: it has the gradients.
-            max_norm: the norm to which they are to be clipped; infinity or None does not clip.
+            optimizer: the optimizer with the gradients.
+            max_norm: the norm to which to clip them; infinity or None does not clip.
 
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`. `pending` is left unchanged.
@@ -166,7 +165,7 @@ class GradientClipping:
         return self.pending
 
     def _verified_norm(self, backend_steps: Sequence[BackendStep]) -> Tensor:
-        """Compute the norm of all gradients. It may show that clipped gradients were written to, an error."""
+        """Compute the norm of all gradients, and raise an error if it shows that clipped gradients were written to."""
         norm = global_norm((step.fused_group.sharding, step.square_sum()) for step in backend_steps)
         if self.pending is not None and self.pending.unverified:
             self.pending.verify(norm)
@@ -175,7 +174,7 @@ class GradientClipping:
     def clip_step(self, optimizer: Any, backend_steps: Sequence[BackendStep]) -> Tensor | None:
         """Set the clip factor of the coming step and, with `skip_nonfinite`, whether it is taken.
 
-        Called after `match`, with the groups' gradients.
+        It is called after `match`, when the groups have their gradients.
 
         Returns:
             The norm of the gradients, FP32 scalar; None if the step needs none.
@@ -213,9 +212,9 @@ class GradientClipping:
 
 
 class DelayedClipping(GradientClipping):
-    """Clips by the norm of the step before, for gradients that are released: they never exist all at once.
+    """Clips by the norm of the step before, for released gradients, which never exist all at once.
 
-    The squares of every bucket are added up in FP64, in the order of the buckets, which is that of the backward pass.
+    The squares of every bucket are added up in FP64, in the order of the backward pass.
     """
 
     def begin_step(self) -> None:
@@ -224,7 +223,7 @@ class DelayedClipping(GradientClipping):
         self._norm: Tensor | None = None
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float) -> Tensor:
-        """The norm of all gradients before clipping. Steps the parameters that are left.
+        """Step the remaining parameters, and return the norm of all gradients before clipping.
 
         Raises:
             RuntimeError: the optimizer does not clip by the norm of the step before.
@@ -238,14 +237,14 @@ class DelayedClipping(GradientClipping):
             )
         if max_norm not in (math.inf, optimizer.max_grad_norm):
             raise ValueError(
-                f"clip_grad_norm_({max_norm!r}) comes after parameters were stepped with "
+                f"clip_grad_norm_({max_norm!r}) was called after parameters were stepped with "
                 f"max_grad_norm={optimizer.max_grad_norm!r}; set optimizer.max_grad_norm before the backward pass"
             )
         optimizer.gradients.step_rest()
         return self.norm()
 
     def clip_step(self, optimizer: Any, backend_steps: Sequence[BackendStep]) -> Tensor | None:
-        """Set the clip factors of a bucket's groups, and add up their squares. Returns None: the norm is not known."""
+        """Set the clip factors of a bucket's groups, and add up their squares. Return None: the norm is not known."""
         if (limit := self.limit(optimizer)) is None:
             return None
         for step in backend_steps:
@@ -256,9 +255,9 @@ class DelayedClipping(GradientClipping):
         return None
 
     def norm(self) -> Tensor:
-        """The norm of the running step's gradients before clipping, over all shards; called after the last bucket.
+        """Return the norm, over all shards, of the running step's gradients before clipping, after the last bucket.
 
-        A collective, if parameters are sharded: all ranks must call it.
+        If parameters are sharded, this is a collective: all ranks must call it.
         """
         if self._norm is None and self._squares:
             # Threads of several devices have no fixed order.
@@ -269,18 +268,18 @@ class DelayedClipping(GradientClipping):
 class PendingClip:
     """The norm of a set of gradients, and how the step that takes them clips.
 
-    `torch.nn.utils.clip_grad_norm_` scales the gradients, so its clipping ends with them; so does this. Gradients are
-    identified by weak references, and writes to them by torch's version counters, which writes through `.data` do not
-    change.
+    `torch.nn.utils.clip_grad_norm_` scales the gradients, so its clipping ends with them; so does this one. Gradients
+    are identified by weak references, and writes to them by torch's version counters, which writes through `.data` do
+    not change.
 
     Attributes:
-        limit: the smallest norm asked for; infinity does not clip. None: only the norm was asked for.
-        norm: FP32 scalar, before clipping.
-        norm_before: the norm before the latest call and after those before it, FP32 scalar.
+        limit: the smallest requested norm; infinity does not clip. None means that only the norm was requested.
+        norm: the norm before clipping, FP32 scalar.
+        norm_before: the norm before the latest call and after earlier ones, FP32 scalar.
         factor: the factor of all calls together, FP32 scalar; None if none clips.
         taken: whether a step was taken with it. Another step with the same gradients clips as well; gradients that were
             written to after a step are new ones.
-        unverified: whether versions cannot tell if the gradients changed, so that the step must compute the norm anew.
+        unverified: whether versions cannot show if the gradients changed, so that the step must compute the norm again.
     """
 
     def __init__(
@@ -290,7 +289,7 @@ class PendingClip:
         max_norm: float | None,
         earlier: PendingClip | None,
     ) -> None:
-        """Clip `grads`, whose norm is `norm`, to `max_norm` (None: do not), after what `earlier` does to them."""
+        """Clip `grads`, whose norm is `norm`, to `max_norm` (None does not clip), after the clipping of `earlier`."""
         self._grads = list(map(weakref.ref, grads))
         self._versions = write_counts(grads)
         self.taken = False
@@ -301,7 +300,7 @@ class PendingClip:
         self.factor: Tensor | None = None if earlier is None else earlier.factor
         if self.factor is not None:
             self.factor = self.factor.to(norm.device)
-            # A gradient that is gone may have made it NaN, which `skip_nonfinite` reads from the norm.
+            # A deleted gradient may have made it NaN, which `skip_nonfinite` reads from the norm.
             self.norm = torch.where(self.factor.isnan(), self.factor, norm)
             self.norm_before = norm * self.factor
         if max_norm is not None and max_norm != math.inf:
@@ -309,12 +308,12 @@ class PendingClip:
             self.factor = factor if self.factor is None else self.factor * factor
 
     def applies_to(self, grads: Sequence[Tensor]) -> bool:
-        """Return whether `grads` are the same gradients, or, if they are clipped, what is left of them.
+        """Return whether `grads` are the same gradients or, if they are clipped, the remaining ones of them.
 
-        Those that were zeroed in place need no factor, whatever they were.
+        Gradients that were zeroed in place need no factor, whatever they were.
 
         Raises:
-            RuntimeError: they are clipped, and were written to or joined by others since.
+            RuntimeError: they are clipped, and were written to, or others were added since.
         """
         clipped, versions = [grad() for grad in self._grads], write_counts(grads)
         if len(clipped) == len(grads) and all(map(operator.is_, clipped, grads)) and versions == self._versions:
@@ -326,7 +325,7 @@ class PendingClip:
             return False  # not clipped, or none of them is left
         changed = [grad for grad, version in zip(grads, versions, strict=True) if version_of.get(id(grad)) != version]
         if not changed:
-            return True  # some are gone, the others are what they were
+            return True  # some are gone, the others are unchanged
         if self.factor is None or self.taken:
             return False  # nothing was scaled, or the step was taken: these are new gradients
         if all(id(grad) in version_of and grad._is_view() for grad in changed):
@@ -340,9 +339,9 @@ class PendingClip:
         return True
 
     def verify(self, norm: Tensor) -> None:
-        """Raise RuntimeError unless `norm`, computed anew, has the bits of `self.norm`; so NaN equals itself.
+        """Raise RuntimeError unless `norm`, computed again, has the bits of `self.norm`; so NaN equals itself.
 
-        A norm of zero is that of gradients that were zeroed: nothing is left to clip.
+        A norm of zero belongs to gradients that were zeroed: nothing is left to clip.
         """
         new, old = (each.to(norm.device).view(torch.int32) for each in (norm, self.norm))
         if torch.equal(new, old):
@@ -353,7 +352,7 @@ class PendingClip:
 
 
 def _smallest(max_norm: float | None, earlier: PendingClip | None) -> float | None:
-    """The smaller of `max_norm` and the limit of `earlier`; None if there is neither."""
+    """Return the smaller of `max_norm` and the limit of `earlier`; None if there is neither."""
     if earlier is None or earlier.limit is None:
         return max_norm
     return earlier.limit if max_norm is None else min(max_norm, earlier.limit)
@@ -363,7 +362,7 @@ _VERSION = operator.attrgetter("_version")
 
 
 def write_counts(grads: Sequence[Tensor]) -> list[Any]:
-    """The counts of writes to each gradient; FSDP2 adds to the local tensor, which has a count of its own."""
+    """Return the counts of writes to each gradient; FSDP2 adds to the local tensor, which has its own count."""
     try:
         if set(map(type, grads)) <= {Tensor}:
             return list(map(_VERSION, grads))

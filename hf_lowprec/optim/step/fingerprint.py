@@ -1,9 +1,8 @@
-"""What the plan of a step depends on, and whether any of it has changed since the plan was built.
+"""Records what the plan of a step depends on, and finds out if any of it has changed since the plan was built.
 
-Every step asks this of thousands of tensors, so they are asked by functions written in C alone: `map` of an attribute
-or method takes some 50 ns per tensor, a loop in Python longer. Objects that were there when the plan was built are
-compared by identity: a state that is the same object has its former dtype and shape, and only the address of its memory
-is asked.
+Every step checks thousands of tensors, so only functions written in C do it: `map` of an attribute or method takes some
+50 ns per tensor, a loop in Python longer. Objects that existed when the plan was built are compared by identity: a
+state that is the same object still has its dtype and shape, so only the address of its memory is checked.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _GROUP_SETTINGS = operator.itemgetter("rounding", "state_rounding", "seed", "max
 class Fingerprint:
     """Everything that a plan depends on, as it was when the plan was built.
 
-    It keeps the objects that it compares alive, since otherwise others could take their identities.
+    It keeps the objects that it compares alive, because new objects could get their identities otherwise.
 
     Args:
-        optimizer: whose parameters have gradients.
+        optimizer: an optimizer whose parameters have gradients.
         clipped: whether gradients are clipped.
         param_ids: identities of the parameters to step, if not all that have gradients; see `gradients/release.py`.
         stepped: the parameters that the plan steps.
@@ -66,16 +65,16 @@ class Fingerprint:
     def gradients(
         self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None, norm_only: bool = False
     ) -> tuple[list[Tensor], list[int]] | None:
-        """This rank's parts of the gradients of the stepped parameters, in their order, and their addresses.
+        """Return this rank's parts of the stepped parameters' gradients, in their order, and their addresses.
 
-        None if something has changed: parameter groups, parameters, which of them have gradients; types, dtypes, shapes
-        and placements of gradients; settings that shape the arithmetic; and, unless `norm_only`, dtypes, shapes and
-        contiguity of parameters; states that were replaced; addresses of parameters and states.
+        Return None if something has changed: param groups, parameters, which of them have gradients; types, dtypes,
+        shapes and placements of gradients; settings that affect the arithmetic; and, unless `norm_only`, dtypes, shapes
+        and contiguity of parameters, replaced states, and addresses of parameters and states.
 
         Args:
-            optimizer: as the constructor's, like the next two.
-            clipped: see there.
-            param_ids: see there.
+            optimizer: see the constructor.
+            clipped: see the constructor.
+            param_ids: see the constructor.
             norm_only: whether only the norm of the gradients is computed, for which weights and states do not matter.
         """
         if (
@@ -94,7 +93,7 @@ class Fingerprint:
             return gradients if norm_only or self._current_memory() == self._memory else None
 
     def _current_states(self, optimizer: Algorithm) -> list[Any]:
-        """The dictionaries in `optimizer.state`; with `param_ids`, those of the stepped parameters."""
+        """Return the dictionaries in `optimizer.state`; with `param_ids`, those of the stepped parameters."""
         if self._param_ids is None:
             return list(optimizer.state.values())
         return list(map(optimizer.state.get, self._stepped))
@@ -103,9 +102,9 @@ class Fingerprint:
         return list(chain.from_iterable(map(dict.values, self._dictionaries)))
 
     def _current_memory(self) -> tuple[list[Any], ...]:
-        """The layouts of parameters, and the addresses of parameters and states.
+        """Return the layouts of parameters, and the addresses of parameters and states.
 
-        FSDP2 gives its parameters other local tensors when a model is moved. A state keeps the one that it has.
+        FSDP2 gives its parameters new local tensors when a model is moved. A state keeps its local tensor.
         """
         return (
             list(map(_LAYOUT, self._stepped)),
@@ -143,7 +142,7 @@ def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
-    """What shapes the steps, of all groups and of each, apart from parameters. Learning rates may change."""
+    """Return the settings, of all groups and of each, that affect the arithmetic. Learning rates may change."""
     of_groups = (
         (
             len(group["params"]),

@@ -1,4 +1,4 @@
-"""The parameters that one kernel steps together, and this step's tables of them."""
+"""The parameters that one kernel steps together, and their tables for the step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 CHUNK = 1 << 22
-"""Elements that torch's own operations compute at once; bounds the FP32 temporaries at a few dozen bytes each."""
+"""Elements that torch's own operations compute at once; FP32 temporaries take a few dozen bytes per element."""
 
 
 def load(stored: Tensor) -> Tensor:
-    """A tensor as steps compute with it: FP32, or int32 if integers are stored."""
+    """Convert a tensor to the dtype that steps compute with: FP32, or int32 if it stores integers."""
     return stored.float() if stored.is_floating_point() else stored.int()
 
 
 def place_of_factor(name: str, positions: Tensor, shape: torch.Size) -> Tensor:
-    """The places in a row or column factor, called `name`, of the elements at `positions` of a tensor of `shape`."""
+    """Return where elements at `positions` of a tensor of `shape` are in a row or column factor, called `name`."""
     rows, columns = shape[-2:]
     if name == ROW_FACTOR:
         return positions // columns
@@ -50,31 +50,31 @@ class Elements(NamedTuple):
 
 
 class FusedGroup:
-    """The parameters of one spec on one device, over as many steps as they stay the same.
+    """The parameters of one spec on one device, for as many steps as they stay the same.
 
     `StepPlan` builds it and gives it gradients; a `BackendStep` steps it.
 
     Attributes:
         spec: what is computed.
-        device: where.
-        sharding: over which ranks the parameters are sharded, or None.
-        entries: the parameters; those that are orthogonalized, in the `order_of_steps`.
+        device: the device of the parameters.
+        sharding: the ranks over which the parameters are sharded, or None.
+        entries: the parameters; orthogonalized ones are in the `order_of_steps`.
         weights: the entries' `weight`, which a step writes to.
         segments: the static tables of the entries' elements.
         step_scalars: computes the scalars of a step.
         counts: the steps taken so far, int64 of shape (entries); on the CPU, or on `device` if `scalars_on_device`.
         scalars: the coming step's scalars `spec.scalars`, FP32 of shape (entries, scalars); where `counts` are.
-        scalars_on_device: whether these are on `device`, so that a step can be skipped without asking.
+        scalars_on_device: whether these are on `device`, so that a step can be skipped without waiting for it.
         clip_factor: the step's clip factor, an FP32 scalar on `device`, if the spec is clipped. Only during a step.
-        enabled: whether the step is to be taken, a bool scalar on `device`; None is yes. Only during a step.
+        enabled: whether to take the step, a bool scalar on `device`; None means yes. Only during a step.
         per_param_scalars: tensor means or LR scales of the entries, FP32 of shape (entries, scalars) on `device`, if
             the spec has some. Only during a step.
         new_means: the new values of the entries' `means`, one after the other, by dimension. Only during a step.
         lr_scales: `lr_scale` of each entry, for algorithms that orthogonalize: as numbers, and as an FP32 tensor of
             shape (entries, 1) on `device`. None before the first step.
         matrix_owners: which rank orthogonalizes which entry, by the ranks that share them; see `orthogonalization.py`.
-        matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
-            that are not stepped at the same time share memory. None except while matrices are stepped.
+        matrix_slots: memory for the orthogonalized matrix of each entry, of the shape of its `weight`. Entries that are
+            not stepped at the same time share memory. None except while matrices are stepped.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class FusedGroup:
         """Give every entry its gradient for the coming step.
 
         Args:
-            grads: this rank's part of each, contiguous.
-            addresses: of their memory.
+            grads: this rank's part of each gradient, contiguous.
+            addresses: the addresses of their memory.
         """
         for entry, grad in zip(self.entries, grads, strict=True):
             entry.grad = grad
@@ -156,11 +156,11 @@ class FusedGroup:
 
     @property
     def skipped(self) -> bool:
-        """True if the step is not to be taken; waits for the device."""
+        """True if the step is skipped; reading it waits for the device."""
         return self.enabled is not None and not bool(self.enabled)
 
     def all_scalars(self, scalars: Tensor) -> Tensor:
-        """`scalars` with the clip factor and the per-parameter scalar as further columns, if they are there.
+        """Return `scalars` with the clip factor and the per-parameter scalar, if there are any, as further columns.
 
         Args:
             scalars: this group's `scalars`, or a copy of them on another device.
@@ -173,7 +173,7 @@ class FusedGroup:
         return torch.cat(columns, dim=1) if len(columns) > 1 else scalars
 
     def pointers(self) -> Tensor:
-        """Addresses of the entries' tensors, int64 of shape (entries, tensors) on the CPU, in the order of the spec.
+        """Return addresses of the entries' tensors, int64 of shape (entries, tensors) on the CPU, in the spec's order.
 
         The next step overwrites them.
         """
@@ -186,9 +186,9 @@ class FusedGroup:
         return self._pointers
 
     def segment_keys(self, part: slice = slice(None)) -> list[dict[int, tuple[int, int]]]:
-        """The coming step's keys as numbers, by random word, for every segment, or for a part of them.
+        """Return the coming step's keys as numbers, by random word, for every segment, or for a part of them.
 
-        Kernels compute the same keys themselves. Waits for the device if `scalars_on_device`.
+        Kernels compute the same keys themselves. This waits for the device if `scalars_on_device`.
         """
         step = self.counts.to("cpu", torch.int32)[self.segments.entry_index[part]] + 1
         streams = self.segments.streams[part].to(torch.int32).unbind(1)
@@ -200,7 +200,7 @@ class FusedGroup:
         return keys_of_segments
 
     def _load(self, name: str, tensor: Tensor, part: slice, shape: torch.Size) -> Tensor:
-        """The values of `tensor`, called `name`, for some elements of its parameter, of which this rank has `shape`."""
+        """Load `tensor`, called `name`, for some elements of its parameter; `shape` is this rank's part."""
         if name in (ROW_FACTOR, COLUMN_FACTOR):
             positions = torch.arange(part.start, part.stop, device=tensor.device)
             return tensor[place_of_factor(name, positions, shape)]
@@ -209,25 +209,25 @@ class FusedGroup:
         return load(tensor.view(-1)[part.start // BLOCK : part.stop // BLOCK]).repeat_interleave(BLOCK)
 
     def elements(self, entry: int, part: slice) -> Elements:
-        """The values of some elements of entry number `entry`.
+        """Return the values of some elements of entry number `entry`.
 
         Args:
             entry: its position in `entries`.
-            part: which elements of its flattened tensors. With states in 8 bits, whole blocks.
+            part: the elements of its flattened tensors; whole blocks, if there are states in 8 bits.
         """
         shape = self.weights[entry].shape
         values = {name: self._load(name, tensor, part, shape) for name, tensor in self.entries[entry].tensors.items()}
         return Elements(values.pop("param"), values.pop("grad"), values, self.scalars_of(entry))
 
     def elements_without_weight(self, entry: int, part: slice) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The same without the weight, and the states that hold its low bits: gradient, states and scalars."""
+        """Return gradient, states and scalars like `elements`, without the weight and the states with its low bits."""
         tensors = self.entries[entry].tensors
         names = [name for name in tensors if name != "param" and name not in LOW_BITS_STATES]
         values = {name: self._load(name, tensors[name], part, self.weights[entry].shape) for name in names}
         return values.pop("grad"), values, self.scalars_of(entry)
 
     def scalars_of(self, entry: int) -> dict[str, Tensor]:
-        """The coming step's scalars of entry number `entry`, by name, as far as they are computed."""
+        """Return the coming step's scalars of entry number `entry`, by name, if they are computed already."""
         # Tensors, not numbers: torch divides a number by a tensor with two roundings.
         scalars = dict(zip(self.spec.scalars, self.scalars[entry].unbind(), strict=True))
         if self.clip_factor is not None:

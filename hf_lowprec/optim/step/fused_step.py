@@ -34,7 +34,7 @@ def fused_step(
 
     Args:
         spec: what to compute.
-        weight: FP32 tensor of the elements' weights, as they are stored.
+        weight: FP32 tensor of the elements' stored weights.
         grad: FP32 tensor of their gradients.
         state: FP32 tensors by state name, int32 for states that are stored as integers; and `orthogonalized` if the
             spec has it, or the factors of its row and column.
@@ -66,11 +66,11 @@ def fused_step(
 
 
 def _draw_bits(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> DrawBits:
-    """The function from a role to its random bits (see `random_bits.py`). Roles that share a word draw it once.
+    """Return a function from a role to its random bits (see `random_bits.py`). Roles that share a word draw it once.
 
     Args:
         index: the global index of each element.
-        keys: by word, the keys of the step.
+        keys: the keys of the step, by word.
     """
     words: dict[int, Tensor] = {}
 
@@ -84,7 +84,7 @@ def _draw_bits(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> DrawBits:
 
 
 def _store(spec: KernelSpec, stored: StoredState, value: Tensor, draw: DrawBits) -> dict[str, Tensor]:
-    """The new value of a state as it is stored, by name: rounded, or as codes and scales."""
+    """Convert the new value of a state to its stored form, by name: rounded, or as codes and scales."""
     if stored.name in spec.scales:
         code, scale = encode(value, draw(stored.role), stored.nonnegative)
         return {stored.name: code, spec.scales[stored.name]: scale}
@@ -103,10 +103,10 @@ def evaluate(
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
 ) -> Any:
-    """The value of one of the algorithm's elementwise formulas, `update` or one of `tensor_means`, before any rounding.
+    """Evaluate one of the algorithm's elementwise formulas, `update` or one of `tensor_means`, before any rounding.
 
     All of them see the weight as the rounding mode loads it, and the gradient after clipping and, with `maximize`,
-    after its change of sign. Arguments are those of `fused_step`.
+    after its change of sign. The arguments are those of `fused_step`.
     """
     loaded = _load_weight(spec, weight, state), _load_gradient(spec, grad, scalars)
     return _call(formula, spec, load_states(spec, state), scalars, *loaded)
@@ -115,25 +115,25 @@ def evaluate(
 def momentum_matrix(
     formula: Callable[..., Any], spec: KernelSpec, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> Tensor:
-    """The value of an algorithm's formula `momentum_matrix`, which sees what `update` sees except for the weight."""
+    """Evaluate an algorithm's formula `momentum_matrix`, which sees what `update` sees except for the weight."""
     matrix: Tensor = _call(formula, spec, load_states(spec, state), scalars, _load_gradient(spec, grad, scalars))
     return matrix
 
 
 def _load_gradient(spec: KernelSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
-    """The gradient that the formulas see: after clipping and, with `maximize`, after its change of sign."""
+    """Return the gradient that the formulas see: after clipping and, with `maximize`, after its change of sign."""
     if spec.clipped:
         grad = grad * scalars[CLIP]
     return -grad if spec.maximize else grad
 
 
 def _load_weight(spec: KernelSpec, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """The FP32 weight that the formulas see, see `Mode.load`."""
+    """Return the FP32 weight that the formulas see, see `Mode.load`."""
     return weight if spec.param_dtype == torch.float32 else MODES[spec.rounding].load(weight, state)
 
 
 def load_states(spec: KernelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The states that the formulas see: those in 8 bits decoded, all others as they are."""
+    """Return the states that the formulas see: those in 8 bits decoded, all others as they are."""
     decoded = dict(state)
     for stored in spec.states:
         if stored.name in spec.scales:

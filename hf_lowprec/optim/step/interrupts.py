@@ -5,7 +5,7 @@ Python may run a signal's handler between any two operations of the main thread,
 
 from __future__ import annotations
 
-# The module that `signal` wraps: converting handlers to enums, as `signal` does, costs ten times as much.
+# The module that `signal` wraps. `signal` converts handlers to enums, which costs ten times as much.
 import _signal  # type: ignore[import-not-found]
 import inspect
 import signal
@@ -17,15 +17,15 @@ from typing import Any
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGBREAK")
 _DEFERRED = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 """Signals whose handlers usually raise: interruption, the end of a job, a time limit. Handlers of SIGUSR1 and SIGUSR2
-set a flag, or belong to faulthandler, and `signal.signal` would remove that one."""
+set a flag, or belong to faulthandler and would be removed by `signal.signal`."""
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Delay the Python functions that handle signals until the end of the block.
 
-    Each is called once. A signal is not sent again, since Python has told an event loop of it when it came
-    (`signal.set_wakeup_fd`). Does nothing in threads other than the main one, since handlers do not run there.
+    Each is called once. A signal is not sent again, since Python informed an event loop when it came
+    (`signal.set_wakeup_fd`). This does nothing outside the main thread, since handlers do not run there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -53,7 +53,7 @@ def _restore(handlers: Mapping[int, Callable[..., Any]]) -> None:
     try:
         for number, handler in handlers.items():
             _signal.signal(number, handler)
-    except BaseException:  # raised by a handler that was back already
+    except BaseException:  # raised by a handler that is already reinstalled
         _restore(handlers)
         raise
 

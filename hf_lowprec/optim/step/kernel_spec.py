@@ -1,6 +1,6 @@
 """Everything that determines the arithmetic of a step: the algorithm's formula, rounding mode, dtypes and scalars.
 
-A `KernelSpec` is hashable: backends compile one kernel per spec, and parameters of equal specs are stepped together.
+A `KernelSpec` is hashable: backends compile one kernel per spec, and step parameters with equal specs together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_lowprec.rounding.modes import WEIGHT_ROLE, StoredState
 from hf_lowprec.rounding.random_bits import word_of
 
 CLIP = "clip"
-"""Name of the scalar by which gradients are multiplied; the same for all parameters, in specs that are `clipped`."""
+"""Name of the scalar that multiplies gradients in `clipped` specs; it is the same for all parameters."""
 LR_SCALE = "lr_scale"
 """Name of the scalar that multiplies the learning rate of an orthogonalized parameter."""
 ORTHOGONALIZED = "orthogonalized"
@@ -92,9 +92,7 @@ class KernelSpec:
 
     @cached_property
     def tensors(self) -> dict[str, torch.dtype]:
-        """Storage dtypes of all tensors of a parameter, in the order in which kernels take them: parameter, gradient,
-        orthogonalized matrix, states.
-        """
+        """Storage dtypes of a parameter's tensors in the kernels' order: parameter, gradient, matrix, states."""
         return {"param": self.param_dtype, **self.input_tensors, **self.output_tensors}
 
     @cached_property
@@ -104,7 +102,7 @@ class KernelSpec:
 
     @cached_property
     def scales(self) -> dict[str, str]:
-        """Names of the tensors that hold the scales of states in 8 bits, one per block, by name of the state."""
+        """Names of the tensors that hold the scales of 8-bit states, one per block, by the state's name."""
         return {state.scale_of: state.name for state in self.states if state.scale_of is not None}
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Which rank orthogonalizes which matrix, if ranks hold shards or replicas of them.
+"""Decides which rank orthogonalizes which matrix, if ranks hold shards or replicas of matrices.
 
 Every matrix has one owner, which gets the shards of the matrix, computes what a single process computes, and sends each
-rank its shard of the result. Ranks that have all shards between them are a *replica*: with FSDP2 and ZeRO, all ranks
-are one; under DDP, each rank is one; with hybrid sharding, there are several of several ranks. Each replica
+rank its shard of the result. Ranks that together have all shards are a *replica*: with FSDP2 and ZeRO, all ranks form
+one; under DDP, each rank is one; with hybrid sharding, there are several replicas of several ranks. Each replica
 orthogonalizes some of the matrices, and broadcasts the results to the others.
 """
 
@@ -21,20 +21,21 @@ from hf_lowprec.optim.step.sharing_ranks import SharingRanks
 
 
 class MatrixOwners:
-    """Who orthogonalizes some matrices.
+    """The owners of some matrices.
 
     Attributes:
         rounds: the matrices in the order of their steps: for each replica that takes part in a round, the ones that it
             owns, consecutive and stepped together.
-        ranks: those that share the work.
+        ranks: the ranks that share the work.
 
     Args:
-        matrices: the parameters, in the order that `order_of_steps` gives. They are shared alike: DTensors that are
+        matrices: the parameters, in the order that `order_of_steps` gives. They are shared in the same way: DTensors
             sharded over the same dimensions of a mesh, parts of flattened parameters, or plain tensors.
         ranks: see above.
-        max_elements: of matrices that are stepped together. One for each rank of a replica may have more.
+        max_elements: the most elements that are stepped together; one matrix per rank of a replica may have more.
         at_once: how many matrices of a shape in a stack are orthogonalized at once, independently of all others.
-        first: which rank gets the first matrix, modulo their number; so that small groups do not all begin with rank 0.
+        first: the rank that gets the first matrix, modulo the number of ranks, so that small groups do not all begin
+            with rank 0.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class MatrixOwners:
         self.rounds, self._owners = assign(shapes, *counts, given, max_elements, first)
 
     def _is_held(self, k: int, at_once: int) -> bool:
-        """Return whether ranks can orthogonalize what they hold, with the same bits: the matrix, or whole experts."""
+        """Return whether ranks can orthogonalize what they hold (the matrix, or whole experts) with the same bits."""
         whole = self._matrices[k].shape
         if len(self.ranks.shards) == 1:
             return True
@@ -77,8 +78,8 @@ class MatrixOwners:
         """Send this rank's `shards`, given by the positions of the matrices, to their owners in this replica.
 
         Returns:
-            A function that waits, and returns what this rank orthogonalizes: the matrices that it owns, and those of
-            its `shards` that are not sent.
+            A function that waits, and returns what this rank orthogonalizes: the matrices that it owns, and the
+            `shards` that are not sent.
         """
         own = [k for k in shards if self._owners[k] == self.ranks.shards.own]
         sent = [[shards[k] for k in shards if self._owners[k] == peer] for peer in self._peers]
@@ -97,7 +98,7 @@ class MatrixOwners:
         return matrices
 
     def scatter(self, results: Mapping[int, Tensor], shards: Mapping[int, Tensor]) -> None:
-        """Overwrite this rank's `shards` of matrices by those of the owners' `results`, in this replica."""
+        """Overwrite this rank's `shards` of matrices with the shards of the owners' `results`, in this replica."""
         own = [k for k in results if self._owners[k] == self.ranks.shards.own]
         cut = [[self._layouts_of(k)[peer].cut(results[k]) for k in own] for peer in self._peers]
         expected = [[shards[k] for k in shards if self._owners[k] == peer] for peer in self._peers]
@@ -107,7 +108,7 @@ class MatrixOwners:
                 shard.view(-1).copy_(result)
 
     def _layouts_of(self, k: int) -> list[ShardLayout]:
-        """The layouts of a matrix on the ranks of this replica."""
+        """Return the layouts of a matrix on the ranks of this replica."""
         matrix = self._matrices[k]
         key = getattr(matrix, "placements", k), matrix.shape
         if key not in self._layouts:
@@ -116,9 +117,9 @@ class MatrixOwners:
 
 
 def holder_of(matrix: Tensor) -> tuple[int, bool]:
-    """The rank that holds most of a matrix which is cut into parts of the flattened one, and whether it holds all.
+    """Return the rank that holds most of a matrix that is cut as a flattened tensor, and whether it holds all of it.
 
-    For other matrices, rank 0 and False.
+    For other matrices, return rank 0 and False.
     """
     part = flat_part(matrix)
     lengths = [end - begin for begin, end in pairwise(part.bounds)] if part else [0]
@@ -126,9 +127,9 @@ def holder_of(matrix: Tensor) -> tuple[int, bool]:
 
 
 def order_of_steps(matrices: Iterable[Tensor]) -> list[int]:
-    """The positions of matrices in the order in which they are stepped: the largest first.
+    """Return the positions of matrices in the order in which they are stepped: the largest first.
 
-    Equal ones that different ranks hold take turns. So consecutive ones are not all in the memory of the same rank.
+    Equal matrices that different ranks hold alternate, so that consecutive ones are not all in one rank's memory.
     """
     counts, keys = Counter[tuple[int, int]](), list[tuple[int, int]]()
     for matrix in matrices:
@@ -139,7 +140,7 @@ def order_of_steps(matrices: Iterable[Tensor]) -> list[int]:
 
 
 def cost(shape: torch.Size) -> int:
-    """Multiplications of a matrix product for a matrix or a stack of matrices of `shape`, up to a factor."""
+    """Return the multiplications in a matrix product for a matrix or stack of `shape`, up to a factor."""
     return shape.numel() * min(shape[-2:])
 
 
@@ -154,12 +155,12 @@ def assign(
     """Assign matrices to replicas, and in each of them to ranks.
 
     Args:
-        shapes: of the matrices, in the order of their steps.
-        ranks: of a replica.
-        replicas: how many share the work.
+        shapes: the shapes of the matrices, in the order of their steps.
+        ranks: the number of ranks of a replica.
+        replicas: how many replicas share the work.
         given: the owners of some matrices.
-        max_elements: of matrices that are stepped together. One for each rank of a replica may have more.
-        first: which replica, and which of its ranks, gets the first matrix, modulo their number.
+        max_elements: the most elements that are stepped together; one matrix per rank of a replica may have more.
+        first: the replica, and its rank, that gets the first matrix, modulo their numbers.
 
     Returns:
         The rounds, see `MatrixOwners`; and the owner of each matrix, a rank of its replica, or None if every rank
@@ -182,10 +183,10 @@ def assign(
 
 
 def _parts(shapes: Sequence[torch.Size], ranks: int, replicas: int, max_elements: int) -> list[range]:
-    """Consecutive matrices that are stepped together. Each replica gets a part, if there are enough matrices.
+    """Divide matrices into parts that are stepped together. Each replica gets a part, if there are enough matrices.
 
-    The largest matrices come first, so the part whose temporaries take most memory is the first: if it runs out of
-    memory, this rank has not changed a weight of the group.
+    The largest matrices come first, so the first part's temporaries take most memory: if it runs out of memory, this
+    rank has not changed a weight of the group.
     """
     sizes = list(map(torch.Size.numel, shapes))
     most = min(max_elements, -(-sum(sizes) // replicas))
@@ -199,7 +200,7 @@ def _parts(shapes: Sequence[torch.Size], ranks: int, replicas: int, max_elements
 
 
 def _rounds(shapes: Sequence[torch.Size], parts: Sequence[range], replicas: int, first: int) -> list[dict[int, range]]:
-    """Rounds of parts, of which each replica owns one, if there are enough."""
+    """Divide parts into rounds, in which each replica owns a part, if there are enough."""
     work, rounds = [0] * replicas, []
     for start in range(0, len(parts), replicas):
         order = _least_first(work, first)
@@ -210,5 +211,5 @@ def _rounds(shapes: Sequence[torch.Size], parts: Sequence[range], replicas: int,
 
 
 def _least_first(work: Sequence[int], first: int) -> list[int]:
-    """Positions in `work`, those with least first; equal ones beginning with `first`, modulo their number."""
+    """Return positions in `work`, the least work first; equal ones begin with `first`, modulo their number."""
     return sorted(((first + k) % len(work) for k in range(len(work))), key=work.__getitem__)

@@ -1,4 +1,4 @@
-"""Factored matrices together: tiles, whose sums over rows and columns one kernel computes, and vectors of all means."""
+"""Tiles of all factored matrices, whose sums over rows and columns one kernel computes, and vectors of all means."""
 
 from __future__ import annotations
 
@@ -13,31 +13,28 @@ from torch import Tensor
 from hf_lowprec.optim.step.segments import sum_by_entry
 
 TILE_COLUMNS = 1024
-"""Columns of a tile, at most."""
+"""The largest number of columns of a tile."""
 TILES_TABLE = ("entry_index", "start", "tile_rows", "count", "rows", "columns", "first_row_sum", "first_column_sum")
 """Columns of `MatrixTiles.table`: the entry, the tile's first element in its tensors, the rows and columns of the tile
 and of the matrix, and where the tile's sums are written."""
 _SMALLEST = 1 << 12
-"""Elements of the smallest matrix of a stack that is divided. A convolution has many of nine."""
+"""The number of elements of the smallest matrix in a stack that is divided. A convolution has many matrices of nine."""
 
 
 class MatrixSums(NamedTuple):
-    """FP64 sums over this rank's part of a parameter: over each row, and over each column, of one matrix after another.
-
-    Both have one dimension.
-    """
+    """FP64 sums over each row, and over each column, of a rank's part of a parameter: 1-D, matrix by matrix."""
 
     of_rows: Tensor
     of_columns: Tensor
 
 
 class _Additions(NamedTuple):
-    """The sums of tiles that add up to that over each row, or over each column, of all parameters.
+    """The tiles' sums that add up to the sums over each row, or over each column, of all parameters.
 
     Attributes:
-        places: where they are, those that are added one after the other.
-        counts: how many are added.
-        sizes: how many rows, or columns, each parameter has.
+        places: the places of the sums, in groups that are added.
+        counts: the number of sums in each group.
+        sizes: the number of rows, or columns, of each parameter.
     """
 
     places: Tensor
@@ -46,26 +43,26 @@ class _Additions(NamedTuple):
 
     @classmethod
     def of(cls, of_params: list[Tensor], device: torch.device) -> _Additions:
-        """From the places for each parameter, of shape (rows or columns, sums)."""
+        """Create them from the places for each parameter, of shape (rows or columns, sums)."""
         places = torch.cat([part.reshape(-1) for part in of_params])
         counts = torch.cat([torch.full(part.shape[:1], part.shape[1], device="cpu") for part in of_params])
         return cls(places.to(device), counts.to(device), list(map(len, of_params)))
 
     def add_up(self, sums: Tensor) -> Sequence[Tensor]:
-        """The sums over rows, or over columns, of each parameter; always added in the same order."""
+        """Return the sums over rows, or over columns, of each parameter; they are always added in the same order."""
         return sum_by_entry(sums.index_select(0, self.places), self.counts).split(self.sizes)
 
 
 class MatrixTiles:
-    """The tiles of some parameters, but for stacks of small matrices.
+    """The tiles of some parameters, except stacks of small matrices.
 
     Attributes:
         table: int64 of shape (tiles, columns of `TILES_TABLE`).
 
     Args:
-        shapes: of this rank's parts of the parameters.
-        tile_rows: rows of a tile, at most.
-        device: of the tables.
+        shapes: the shapes of this rank's parts of the parameters.
+        tile_rows: the largest number of rows of a tile.
+        device: the device of the tables.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], tile_rows: int, device: torch.device) -> None:
@@ -101,7 +98,7 @@ class MatrixTiles:
         self._additions = [_Additions.of(each, device) for each in (of_rows, of_columns) if each]
 
     def empty_sums(self) -> tuple[Tensor, Tensor]:
-        """Memory for the sums of all tiles, over rows and over columns; FP64."""
+        """Allocate FP64 memory for the sums of all tiles, over rows and over columns."""
         device = self.table.device
         row_sums, column_sums = (
             torch.empty(count, dtype=torch.float64, device=device) for count in (self._row_sums, self._column_sums)
@@ -109,7 +106,7 @@ class MatrixTiles:
         return row_sums, column_sums
 
     def add_up(self, *sums: Tensor) -> dict[int, MatrixSums]:
-        """The sums by position of the parameter, from those of all tiles over rows and over columns."""
+        """Return the sums by position of the parameter, from all tiles' sums over rows and over columns."""
         of_params = (additions.add_up(each) for additions, each in zip(self._additions, sums, strict=False))
         return dict(zip(self._positions, map(MatrixSums, *of_params), strict=True)) if self._positions else {}
 
@@ -117,21 +114,21 @@ class MatrixTiles:
 class MeanVectors:
     """Vectors of the means of all rows, or of all columns, of some parameters, in the parameters' order.
 
-    An operation on a vector is one launch on a GPU; on the means of each parameter, it would be one per parameter. On a
-    CPU, `index_select` runs in the calling thread if the vector is small; `repeat_interleave` and `[]` wake the others.
+    An operation on a vector is one launch on a GPU, instead of one per parameter. On a CPU, `index_select` runs in the
+    calling thread if the vector is small; `repeat_interleave` and `[]` wake other threads.
 
     Attributes:
-        for_rows: repeats a vector with a value for each parameter, so that it has one for each row.
+        for_rows: repeats the values of a vector from one per parameter to one per row.
         for_columns: the same for columns.
         for_matrices: the same for matrices.
-        rows_of_matrices: repeats a vector with a value for each matrix, so that it has one for each row.
+        rows_of_matrices: repeats the values of a vector from one per matrix to one per row.
         matrices: the number of matrices of each parameter.
         rows: the number of all their rows.
         columns: the number of all their columns.
 
     Args:
-        shapes: of this rank's parts of the parameters.
-        device: of the vectors.
+        shapes: the shapes of this rank's parts of the parameters.
+        device: the device of the vectors.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
@@ -150,10 +147,10 @@ class MeanVectors:
         )
 
     def sums_of_rows(self, vector: Tensor) -> Tensor:
-        """The sums over the rows of each matrix, in a vector with a value for each matrix."""
+        """Sum the values of a vector over the rows of each matrix; return a vector with a value for each matrix."""
         return sum_by_entry(vector, self._rows_of_each)
 
 
 def _flat(shape: torch.Size) -> tuple[int, int, int]:
-    """The number of matrices, their rows and their columns."""
+    """Return the numbers of matrices, of their rows and of their columns."""
     return math.prod(shape[:-2]), shape[-2], shape[-1]

@@ -1,7 +1,7 @@
 """Orthogonalize the momentum of matrices before the fused step takes them.
 
-Matrices are orthogonalized and stepped in parts, one after the other, so that a step never holds those of a whole
-model. Ranks share the work (`matrix_owners.py`): whoever orthogonalizes a matrix gives the others the result.
+Matrices are orthogonalized and stepped in parts, one after the other, so that a step never holds the orthogonalized
+matrices of a whole model. Ranks share the work (`matrix_owners.py`): the owner of a matrix sends the others the result.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from hf_lowprec.optim.step.sharing_ranks import ranks_that_share
 from hf_lowprec.optim.step.whole_tensor_quantities import chunk_size
 
 _BATCH = 1 << 18
-"""Elements of small matrices that are orthogonalized together: four or more. Batches of larger ones save no time."""
+"""The most elements in a batch of small matrices, four or more. Batches of larger matrices save no time."""
 _SLOT_ALIGNMENT = 128
-"""Elements; 256 bytes, as torch's allocators align memory."""
+"""The alignment of slots in elements: 256 bytes, as torch's allocators align memory."""
 
 
 class MatrixAlgorithm(Protocol):
     """An algorithm whose `update` takes `state.orthogonalized` and multiplies it by `scalars.lr_scale`.
 
     Attributes:
-        momentum_matrix: the elementwise formula of the matrix that is orthogonalized; takes the arguments of `update`
-            except for the weight.
+        momentum_matrix: the elementwise formula of the matrix to orthogonalize; takes the arguments of `update` except
+            for the weight.
     """
 
     momentum_matrix: Formula
 
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
-        """The orthogonalized `matrix`, which is BF16 and has the shape of the full parameter; of the same shape."""
+        """Orthogonalize `matrix`, which is BF16 and has the shape of the full parameter; return the same shape."""
 
     def batch_keeps_bits(self, count: int, shape: torch.Size, device: torch.device) -> bool:
-        """Return whether `count` matrices of `shape` are orthogonalized to the same bits as a stack and one by one."""
+        """Return whether `count` matrices of `shape` get the same bits as a stack and one by one."""
 
     def matrices_at_once(self, shape: torch.Size, device: torch.device) -> int:
-        """How many matrices of `shape` in a stack are orthogonalized at once, independently of all others."""
+        """Return how many matrices of `shape` in a stack are orthogonalized at once, independently of all others."""
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
-        """The factor of the learning rate for a parameter of `shape`."""
+        """Return the factor of the learning rate for a parameter of `shape`."""
 
 
 def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, without_replicas: bool = False) -> Iterator[range]:
-    """Yield the entries of a fused group in parts, each of which must be stepped before the next one is asked for.
+    """Yield the entries of a fused group in parts; step each part before you request the next one.
 
-    A group that orthogonalizes yields a few matrices at a time, after it has computed their orthogonalized momentum,
-    which a later part overwrites. Other groups yield all entries at once. Called after `compute_tensor_means`.
+    A group that orthogonalizes yields a few matrices at a time, after their orthogonalized momentum is computed, which
+    a later part overwrites. Other groups yield all entries at once. This is called after `compute_tensor_means`.
 
     Args:
         optimizer: the optimizer.
-        backend_step: of the group.
+        backend_step: the backend's step of the group.
         without_replicas: do not share the work with replicas, which may not call this.
     """
     fused_group = backend_step.fused_group
@@ -105,7 +105,7 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep, without_repli
 
 
 def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, without_replicas: bool) -> MatrixOwners:
-    """Who orthogonalizes the matrices of a group; the same in all steps that are shared alike."""
+    """Return the owners of a group's matrices; they are the same in all steps with the same sharing ranks."""
     matrices, first = [entry.param for entry in fused_group.entries], fused_group.entries[0].number
     part = flat_part(matrices[0])
     shared: Any = fused_group.sharding if part is None else part.group
@@ -120,13 +120,13 @@ def _owners(optimizer: MatrixAlgorithm, fused_group: FusedGroup, without_replica
 
 
 class _MatrixSlots:
-    """Uninitialized BF16 tensors of the shapes of the entries' weights, of which parts share the memory.
+    """Uninitialized BF16 tensors of the shapes of the entries' weights, in memory that parts share.
 
-    This replica's parts have one place, or two in turn if the next one is sent while one is orthogonalized. The parts
-    of other replicas have another place.
+    This replica's parts share one place, or alternate between two if the next part is sent while one is orthogonalized.
+    The parts of other replicas have another place.
 
     Attributes:
-        tensors: one of each entry.
+        tensors: one tensor for each entry.
     """
 
     def __init__(self, fused_group: FusedGroup, owners: MatrixOwners) -> None:
@@ -147,12 +147,12 @@ class _MatrixSlots:
         ]
 
     def memory_of(self, part: range) -> Tensor:
-        """The memory of the slots of a part, one after the other."""
+        """Return the memory of the slots of a part, one after the other."""
         return self._memory[self._starts[part[0]] : self._starts[part[-1]] + self._sizes[part[-1]]]
 
 
 def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
-    """`lr_scale` of each entry, FP32 of shape (entries, 1) on the group's device; sent there when one has changed."""
+    """Return the entries' `lr_scale`, FP32 of shape (entries, 1) on the group's device; send it if one has changed."""
     values = [algorithm.lr_scale(entry.group, full_shape(entry.param)) for entry in fused_group.entries]
     if fused_group.lr_scales is None or fused_group.lr_scales[0] != values:
         column = torch.tensor(values, dtype=torch.float32, device=fused_group.device)[:, None]
@@ -161,7 +161,7 @@ def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
 
 
 def _batches(fused_group: FusedGroup, entries: Iterable[int]) -> list[list[int]]:
-    """Some entries in batches: small matrices of the same shape and parameter group, or single entries."""
+    """Divide entries into batches: small matrices of the same shape and param group, or single entries."""
     batches: list[list[int]] = []
     open_batches: dict[tuple[int, torch.Size], list[int]] = {}
     for k in entries:

@@ -1,9 +1,9 @@
 """One parameter of a step: its tensors in plain memory, and where the optimizer keeps them.
 
-Kernels read and write by address. *Plain memory* has a tensor's elements one after the other, as the numbers that they
-are. Other tensors are copied: those that are not contiguous; those that PyTorch marks instead of computing them
-(`is_neg()`: memory has the other sign; zeros without memory, which `torch.sgn` leaves as gradients); those that
-communication has yet to write; subclasses of Tensor that wrap others.
+Kernels read and write by address. *Plain memory* has a tensor's elements one after the other, with their real values.
+Other tensors are copied: those that are not contiguous; those that torch marks instead of computing (`is_neg()`: memory
+has the other sign; zeros without memory, which `torch.sgn` leaves as gradients); those that communication has yet to
+write; and subclasses of Tensor that wrap other tensors.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hf_lowprec.rounding.attached_low_bits import low_bits_belong, remove_low_bi
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 _LOW = 1 << 36
-"""A tensor without memory has its offset as address, below this one. Others may lie there, too."""
+"""The address of a tensor without memory is its offset, which is below this number. Other tensors may be there, too."""
 
 
 class PlainCopy(NamedTuple):
-    """A parameter or state that is not in plain memory, and the copy that is stepped in its place."""
+    """A parameter or state that is not in plain memory, and the copy that is stepped instead."""
 
     original: Tensor
     copy: Tensor
@@ -40,21 +40,22 @@ class ParamEntry:
     """One parameter's tensors and settings, as a step needs them. Building it creates missing states.
 
     Attributes:
-        group: its parameter group.
+        group: its param group.
         number: the parameter's number in the random stream: its position in the optimizer, counted from the group's
             `first_parameter`.
         optimizer_state: its entry in `optimizer.state`.
-        param: the parameter as the user has it, which may be a DTensor.
+        param: the user's parameter, which may be a DTensor.
         weight: this rank's part of it.
         stored: its states.
         states: this rank's part of each state of the parameter's shape, by name and in the order of the spec.
         means: this rank's part of the states that are means over rows or columns, flat, by the dimension: -1 and -2.
-        plain_copies: of those of these tensors that are not in plain memory.
+        plain_copies: copies of the tensors above that are not in plain memory.
         grad_dtype: the dtype of its gradient.
-        grad: this rank's part of the gradient; None outside of a step, so that it is not kept alive.
-        orthogonalized: the BF16 matrix that the algorithm made of the momentum, of the shape of `weight`; None except
-            from when it is computed until the entry is stepped, and for other algorithms.
-        factors: the row and column factors, FP32 and flat; None except during a step, and for other algorithms.
+        grad: this rank's part of the gradient; None outside a step, so that it is not kept alive.
+        orthogonalized: the BF16 matrix that the algorithm made from the momentum, of the shape of `weight`, from when
+            it is computed until the entry is stepped; None at other times, and for other algorithms.
+        factors: the row and column factors, FP32 and flat, during a step; None at other times, and for other
+            algorithms.
 
     Args:
         optimizer: the optimizer.
@@ -65,7 +66,7 @@ class ParamEntry:
 
     Raises:
         RuntimeError: the memory of a tensor was freed.
-        ValueError: shapes, devices or placements do not agree.
+        ValueError: shapes, devices or placements do not match.
     """
 
     def __init__(self, optimizer: Algorithm, group: ParamGroup, position: int, index: int, grad: Tensor) -> None:
@@ -95,14 +96,14 @@ class ParamEntry:
         self.factors: tuple[Tensor, Tensor] | None = None
 
     def with_weight(self, weight: Tensor) -> ParamEntry:
-        """A copy that steps `weight` in place of its own, and counts its own steps."""
+        """Return a copy that steps `weight` instead, and counts its own steps."""
         entry = copy.copy(self)
         entry.weight, entry.optimizer_state = weight, dict(self.optimizer_state)
         return entry
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, in the order of `KernelSpec.tensors`; some inputs only once they are computed."""
+        """Return the tensors by name, in the order of `KernelSpec.tensors`; some inputs only once they are computed."""
         assert self.grad is not None, "outside of a step there is no gradient"
         inputs = {"grad": self.grad} | ({} if self.orthogonalized is None else {ORTHOGONALIZED: self.orthogonalized})
         factors = {} if self.factors is None else dict(zip((ROW_FACTOR, COLUMN_FACTOR), self.factors, strict=True))
@@ -110,12 +111,12 @@ class ParamEntry:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What its spec depends on. Parameters of one optimizer with equal ones have the same spec."""
+        """Return what its spec depends on. Parameters of one optimizer with equal layouts have the same spec."""
         states = ((state.name, state.dtype) for state in self.stored)
         return id(self.group), self.param.dtype, self.grad_dtype, *states
 
     def spec(self, optimizer: Algorithm, clipped: bool) -> KernelSpec:
-        """How `optimizer` steps it; `clipped` says whether gradients are."""
+        """Return how `optimizer` steps it; `clipped` says whether gradients are clipped."""
         group = self.group
         feeds_back = self.param.dtype in LOW_PRECISION_DTYPES and optimizer.feeds_back(group)
         return KernelSpec(
@@ -151,17 +152,17 @@ class ParamEntry:
     def _check_compensation(self) -> None:
         """Raise ValueError if the parameter was cast to FP32 after steps with a compensation or remainder.
 
-        An FP32 parameter is stepped without them, so what they hold would be lost silently.
+        An FP32 parameter is stepped without them, so their content would be lost silently.
         """
         for name in AUXILIARY_STATES.keys() & self.optimizer_state.keys() if self.param.dtype == torch.float32 else ():
             joined = f"hf_lowprec.rounding.fp32_value(param.data, optimizer.state[param].pop({name!r}))"
             raise ValueError(
                 f"parameter {self._index} is float32 and its state has a {name!r}: it was cast after its first step. "
-                f"Join both, param.data.copy_({joined}), or build a new optimizer"
+                f"Merge them, param.data.copy_({joined}), or build a new optimizer"
             )
 
     def _in_plain_memory(self, what: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or state; if it is not in plain memory, a copy that steps write back."""
+        """Return this rank's part of a parameter or state or, if not in plain memory, a copy that steps write back."""
         part = local_shard(tensor)
         self.check_memory(what, part)
         stepped = in_plain_memory(part)
@@ -170,9 +171,9 @@ class ParamEntry:
         return stepped
 
     def _add_missing_states(self, optimizer: Algorithm) -> None:
-        """Create the states that are missing, with their initial values.
+        """Create missing states, with their initial values.
 
-        A compensation or remainder that takes the place of another one is left at zero, see `convert_states`.
+        A compensation or remainder that replaces another one is left at zero, see `convert_states`.
         """
         missing: dict[str, Any] = {}
         if "step" not in self.optimizer_state:
@@ -183,7 +184,7 @@ class ParamEntry:
                 missing[state.key] = zeros_apart(self.param, state, k, len(self.stored), device)
                 if state.holds_low_bits and not states_of_other_modes(self.group, self.optimizer_state):
                     start_with_low_bits(missing[state.key], self.param)
-        # All at once and filled: if memory runs out before, the next step finds none and begins again.
+        # All at once and filled: if memory runs out earlier, the next step finds none and begins again.
         self.optimizer_state.update(missing)
         remove_low_bits(self.param)
         low_bits_belong(self.param)
@@ -210,7 +211,7 @@ class ParamEntry:
             self._check_placement(tensor, mean_over)
 
     def _check_placement(self, tensor: Tensor, mean_over: int | None) -> None:
-        """Raise ValueError unless a gradient or state is placed as the parameter is, and has shards of its shape.
+        """Raise ValueError unless a gradient or state is placed like the parameter and has shards of its shape.
 
         A mean over the dimension `mean_over` is not sharded there.
         """
@@ -230,7 +231,7 @@ class ParamEntry:
 
 
 def in_plain_memory(tensor: Tensor) -> Tensor:
-    """`tensor` if it is in plain memory; else a copy, after waiting for communication that writes it."""
+    """Return `tensor` if it is in plain memory; otherwise, wait for communication that writes it, and copy it."""
     tensor = when_written(tensor)
     if tensor.is_contiguous() and not tensor.is_neg() and (Tensor.data_ptr(tensor) >= _LOW or _has_memory(tensor)):
         return tensor
@@ -238,7 +239,7 @@ def in_plain_memory(tensor: Tensor) -> Tensor:
 
 
 def are_in_plain_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
-    """Return whether all tensors, which have these addresses, are in plain memory. In C, if none has a low address."""
+    """Return whether all tensors at these addresses are in plain memory; runs in C if no address is low."""
     return (
         all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_neg, tensors))

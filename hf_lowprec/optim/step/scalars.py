@@ -1,7 +1,7 @@
 """Step counts and the scalars of the coming step, for all entries of a fused group.
 
-`HostScalars` computes them in Python's doubles. `DeviceScalars` computes them in FP64 tensors on the device, so that a
-step can be skipped without asking the device. Both give the same FP32 values.
+`HostScalars` computes them with Python's doubles. `DeviceScalars` computes them with FP64 tensors on the device, so
+that a step can be skipped without waiting for the device. Both give the same FP32 values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _SharedScalars(NamedTuple):
     """Neighbouring entries of one group and step count, whose scalars are therefore equal.
 
     Attributes:
-        group: their parameter group.
-        count_offset: their step count minus that of the first entry of all.
-        entries: how many they are.
+        group: their param group.
+        count_offset: their step count minus the first entry's.
+        entries: the number of entries.
     """
 
     group: ParamGroup
@@ -75,7 +75,7 @@ class HostScalars:
         self._values[:] = table
 
     def count_step(self, enabled: Tensor | None) -> None:
-        """Count the step that was taken. `enabled` is None: steps that may be skipped are counted on the device."""
+        """Count the step that was taken. `enabled` must be None: the device counts steps that may be skipped."""
         self.counts += 1
         self._expected_counts = self._counts.tobytes()
 
@@ -113,7 +113,7 @@ class DeviceScalars:
             first = end
 
     def count_step(self, enabled: Tensor | None) -> None:
-        """Count the step that was taken, where `enabled` (a bool scalar; None is yes) says that it was."""
+        """Count the step if it was taken: `enabled` is a bool scalar, or None for yes."""
         self.counts += 1 if enabled is None else enabled
 
 

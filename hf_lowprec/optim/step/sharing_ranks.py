@@ -21,9 +21,9 @@ class Peers:
 
     Attributes:
         ranks: their global ranks.
-        coordinates: of each in the mesh, or its rank in the group.
+        coordinates: each rank's coordinates in the mesh, or its rank in the group.
         own: this rank's position among them.
-        group: a process group of which they are a part.
+        group: a process group that contains them.
     """
 
     ranks: Sequence[int] = (0,)
@@ -37,12 +37,12 @@ class Peers:
 
 @dataclass(frozen=True)
 class SharingRanks:
-    """The ranks that share matrices, as this one sees them.
+    """The ranks that share matrices with this one.
 
     Attributes:
-        device: of the shards.
-        shards: the ranks of this replica, which have all shards between them.
-        replicas: the ranks with the same shards, one of each replica.
+        device: the device of the shards.
+        shards: the ranks of this replica, which together have all shards.
+        replicas: the ranks with the same shards, one in each replica.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class SharingRanks:
 
         Args:
             outgoing: the tensors for each rank.
-            incoming: the numbers of elements of those from each rank.
+            incoming: the numbers of elements of the tensors from each rank.
 
         Returns:
             A function that waits, and returns the tensors received from each rank, flat.
@@ -77,13 +77,13 @@ class SharingRanks:
         def wait() -> list[list[Tensor]]:
             for work in works:
                 work.wait()
-            sent.clear()  # until here, they are being read
+            sent.clear()  # they may be read until here
             return [list(buffer.split(lengths)) for buffer, lengths in zip(received, incoming, strict=True)]
 
         return wait
 
     def broadcast(self, memory: Tensor, replica: int) -> None:
-        """Give all replicas the `memory` of one of them: each rank gets that of the rank with the same shards."""
+        """Copy one replica's `memory` to all replicas: each rank receives from the rank with the same shards."""
         if len(self.replicas) > 1 and memory.numel():
             dist.broadcast(memory, self.replicas.ranks[replica], group=self.replicas.group)
 
@@ -91,12 +91,12 @@ class SharingRanks:
 def ranks_that_share(
     shared: Sharding | Replicas | dist.ProcessGroup | None, device: torch.device, without_replicas: bool
 ) -> SharingRanks:
-    """The ranks that share matrices.
+    """Return the ranks that share matrices.
 
     Args:
         shared: how the matrices are sharded; or the ranks that have the same plain tensors, or parts of the same
             flattened parameters; or None.
-        device: of the shards.
+        device: the device of the shards.
         without_replicas: whether each replica orthogonalizes all matrices.
     """
     shards = replicas = Peers()
@@ -118,7 +118,7 @@ def _peers_in_group(group: dist.ProcessGroup) -> Peers:
 
 
 def _peers_in_mesh(mesh: Any, dims: tuple[int, ...]) -> Peers:
-    """The ranks whose coordinates differ from this one's only in the dimensions `dims` of `mesh`."""
+    """Return the ranks whose coordinates differ from this one's only in the dimensions `dims` of `mesh`."""
     own = tuple(mesh.get_coordinate())
     coordinates = list(product(*(range(n) if dim in dims else (own[dim],) for dim, n in enumerate(mesh.shape))))
     ranks = [int(mesh.mesh[each]) for each in coordinates]

@@ -40,11 +40,11 @@ class StepPlan:
         fused_groups: the parameters, in groups that are stepped together. Groups of orthogonalized matrices come first,
             and those with the largest parameter before the others: their temporaries are the largest, and if memory
             runs out, nothing has been changed yet.
-        backend_steps: how each of them is stepped, in the same order; set by the optimizer.
+        backend_steps: the backend's step of each group, in the same order; set by the optimizer.
         plain_copies: parameters and states that are not in plain memory.
 
     Args:
-        optimizer: whose parameters have gradients.
+        optimizer: an optimizer whose parameters have gradients.
         clipped: whether gradients are clipped.
         param_ids: identities of the parameters to step, if not all that have gradients; see `gradients/release.py`.
 
@@ -83,16 +83,16 @@ class StepPlan:
         )
 
     def warn_about_changed_dtypes(self, optimizer: Algorithm) -> None:
-        """Warn if parameters have another dtype than in this plan, and states in other dtypes than new ones would have.
+        """Warn if parameters have other dtypes than in this plan, and their states other dtypes than new states.
 
         Args:
-            optimizer: about to take a step; the states of its parameters with a gradient exist.
+            optimizer: an optimizer about to take a step; the states of its parameters with a gradient exist.
         """
         dtypes = {entry.param: group.spec.param_dtype for group in self.fused_groups for entry in group.entries}
         changed: list[tuple[Tensor, dict[str, torch.dtype]]] = []
         for group in optimizer.param_groups:
             for param in (param for param in group["params"] if dtypes.get(param, param.dtype) != param.dtype):
-                existing = optimizer.state.get(param, {})  # those of parameters without gradient may be missing
+                existing = optimizer.state.get(param, {})  # parameters without gradient may have none
                 stored = ((state, dtype_in(existing, state.name)) for state in optimizer.stored_states(group, param))
                 old = {s.name: dtype for s, dtype in stored if dtype and dtype != new_state_dtype(s, group, param)}
                 if old:
@@ -114,13 +114,13 @@ class StepPlan:
         """Give every entry its gradient for the coming step, or for the norm before it.
 
         Args:
-            optimizer: as the constructor's, like the next two.
-            clipped: see there.
-            param_ids: see there.
-            norm_only: whether only the norm of the gradients is computed. Weights and states are not looked at.
+            optimizer: see the constructor.
+            clipped: see the constructor.
+            param_ids: see the constructor.
+            norm_only: whether only the norm of the gradients is computed. Weights and states are not checked.
 
         Returns:
-            False if something that the plan was built on has changed, see `fingerprint.py`.
+            False if something that the plan depends on has changed, see `fingerprint.py`.
 
         Raises:
             RuntimeError: the memory of a gradient was freed.
@@ -146,7 +146,7 @@ class StepPlan:
         return True
 
     def copy_back(self) -> None:
-        """Copy the stepped copies back to their tensors."""
+        """Copy stepped copies back to their tensors."""
         for plain in self.plain_copies:
             plain.original.copy_(plain.copy)
 
@@ -167,7 +167,7 @@ class StepPlan:
 
 
 def _parts(entries: list[ParamEntry], most: float) -> Iterator[list[ParamEntry]]:
-    """Consecutive entries of at most so many elements, or a single one that is larger."""
+    """Yield consecutive entries with at most `most` elements together, or a single larger one."""
     first = elements = 0
     for k, entry in enumerate(entries):
         elements += entry.weight.numel()
@@ -178,12 +178,12 @@ def _parts(entries: list[ParamEntry], most: float) -> Iterator[list[ParamEntry]]
 
 
 def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
-    """A key that sorts groups by the memory their temporaries take. All ranks compute the same one."""
+    """Return a key that sorts groups by the memory of their temporaries. All ranks compute the same key."""
     return fused_group.spec.orthogonalizes, max(full_shape(entry.param).numel() for entry in fused_group.entries)
 
 
 def _entries(optimizer: Algorithm, param_ids: Set[int] | None) -> list[ParamEntry]:
-    """The entries of the parameters to step, after the checks of all parameters."""
+    """Check all parameters, and return the entries of those to step."""
     with_gradient = []
     index = -1
     for k, group in enumerate(optimizer.param_groups):

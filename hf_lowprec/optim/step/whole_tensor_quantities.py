@@ -1,13 +1,12 @@
-"""Compute what some algorithms need of whole tensors before the fused step: means and factors.
+"""Compute what some algorithms need from whole tensors before the fused step: means and factors.
 
 A sharded tensor counts as one: sums are taken over all its shards.
 
-Factored second moments are means of squared gradients over rows and over columns, in place of one per element. The
-moment of an element is estimated as the product of its row's and its column's mean, divided by the mean of all
+Factored second moments are means of squared gradients over rows and over columns, instead of one moment per element.
+The moment of an element is estimated as the product of its row's and its column's mean, divided by the mean of all
 (Shazeer and Stern, arXiv:1804.04235, Alg. 2). The formulas get the root of that estimate as a product of two factors,
-so that a kernel reads one number per row and one per column. Squares are rounded to FP32 and summed in FP64;
-the sums are rounded to FP32. So results hardly depend on the order in which they are summed, that is on shards, devices
-and backends.
+so that a kernel reads one number per row and one per column. Squares are rounded to FP32 and summed in FP64; the sums
+are rounded to FP32. So results hardly depend on the order of summation, that is, on shards, devices and backends.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from hf_lowprec.optim.step.fused_step import evaluate
 from hf_lowprec.optim.step.matrix_tiles import MatrixSums
 
 _CPU_CHUNK = 1 << 17
-"""Elements of which a CPU computes squares or momentum matrices at once: the FP32 values of more do not fit into its
-caches."""
+"""The number of elements whose squares or momentum matrices a CPU computes at once; more FP32 values would not fit into
+its caches."""
 
 
 def compute_tensor_means(backend_steps: Iterable[BackendStep]) -> None:
     """Give every fused group the means that its formula needs, for the coming step.
 
-    Called after gradients, scalars and the clip factor of the step are set, since the formulas use them.
+    It is called after gradients, scalars and the clip factor of the step are set, since the formulas use them.
     """
     for backend_step in backend_steps:
         fused_group = backend_step.fused_group
@@ -45,12 +44,12 @@ def compute_tensor_means(backend_steps: Iterable[BackendStep]) -> None:
 def compute_factors(backend_steps: Iterable[BackendStep]) -> None:
     """Compute the new row and column means of every factored group, and give its entries their factors.
 
-    Called after gradients, scalars and the clip factor of the step are set. The states are not changed.
+    It is called after gradients, scalars and the clip factor of the step are set. The states are not changed.
     """
     for backend_step in backend_steps:
         if backend_step.fused_group.spec.factored is not None:
             _compute_factors(backend_step)
-            backend_step.release_tables()  # those of the norm have no addresses of factors yet
+            backend_step.release_tables()  # the norm's tables lack the addresses of factors
 
 
 def store_means(fused_group: FusedGroup) -> None:
@@ -91,7 +90,7 @@ def _compute_factors(backend_step: BackendStep) -> None:
 
 
 def _matrix_sums(group: FusedGroup, k: int) -> MatrixSums:
-    """The sums of `spec.factored` over rows and columns of this rank's part of an entry, by torch's operations."""
+    """Compute, in torch, the sums of `spec.factored` over rows and columns of this rank's part of an entry."""
     weight, spec = group.entries[k].weight, group.spec
     assert spec.factored is not None
     *before, rows, columns = weight.shape
@@ -113,7 +112,7 @@ def _matrix_sums(group: FusedGroup, k: int) -> MatrixSums:
 
 
 def _sum_each_over_shards(group: FusedGroup, values: Sequence[Tensor], dim: int) -> None:
-    """Sum `values`, one of each entry, in place over the ranks that share dimension `dim`."""
+    """Sum `values`, one per entry, in place over the ranks that share dimension `dim`."""
     by_sharding: dict[Sharding, list[Tensor]] = defaultdict(list)
     for value, entry in zip(values, group.entries, strict=True) if group.sharding is not None else ():
         if (sharding := sharding_of(entry.param, dim)) is not None:
@@ -124,5 +123,5 @@ def _sum_each_over_shards(group: FusedGroup, values: Sequence[Tensor], dim: int)
 
 
 def chunk_size(device: torch.device) -> int:
-    """Elements of which torch's operations on `device` compute FP32 values at once."""
+    """Return the number of elements whose FP32 values torch computes at once on `device`."""
     return min(CHUNK, _CPU_CHUNK) if device.type == "cpu" else CHUNK

@@ -1,7 +1,7 @@
 """The command line, one file per command.
 
-At their top, these files import only typer, rich and the standard library, so that help and wrong arguments take no
-seconds. What a command needs is imported when it runs.
+At their top, these files import only typer, rich and the standard library, so that help and argument errors appear at
+once. What a command needs is imported when it runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_lowprec.tools.cli import doctor, estimate, export, inspect, plot, run
 
 
 class _FlagsWithoutType:
-    """Help without the type that typer 0.29 shows behind flags, as if `--json <bool>` took a value."""
+    """Help without the type that typer 0.29 shows after flags, as if `--json <bool>` took a value."""
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)  # type: ignore[misc]
@@ -30,7 +30,7 @@ class _Group(_FlagsWithoutType, TyperGroup):
 
 
 class _Command(_FlagsWithoutType, TyperCommand):
-    """One command. It says what to install if a package is missing; a script that `run` runs may say so itself."""
+    """One command. It says what to install if a package is missing; scripts started by `run` report that themselves."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -74,7 +74,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """The options that are not those of a command."""
+    """Handle the options that belong to no command."""
 
 
 for _command in app.registered_commands:
@@ -82,5 +82,5 @@ for _command in app.registered_commands:
 
 
 def main() -> None:
-    """Entry point of `hf-lowprec` and of `python -m hf_lowprec`."""
+    """Run `hf-lowprec` or `python -m hf_lowprec`."""
     app(prog_name="hf-lowprec")

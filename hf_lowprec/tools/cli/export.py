@@ -22,7 +22,7 @@ def export(
         str, typer.Option(help="Size of a weight file. It limits the memory of the export.")
     ] = "5GB",
 ) -> None:
-    """Write a checkpoint as a standard model folder, for from_pretrained and everything else.
+    """Write a checkpoint as a standard model folder, for from_pretrained and other programs.
 
     With Kahan summation, each weight is weight + compensation, which has about
     16 significant bits. The checkpoint may be from one process, DDP or FSDP2,

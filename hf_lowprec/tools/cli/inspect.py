@@ -1,4 +1,4 @@
-"""`hf-lowprec inspect MODEL [LATER]`: what is in a checkpoint, and what moved between two."""
+"""`hf-lowprec inspect MODEL [LATER]`: show what is in a checkpoint, and what moved between two."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def inspect(
 ) -> None:
     """Look for lost precision in a checkpoint, or between two.
 
-    For each part of the model: its dtype, the share of weights that an update
-    as large as the learning rate leaves as they are if it is rounded to
-    nearest, and what has moved. Then findings. Tensors are read one by one.
+    It shows, for each part of the model, its dtype, the share of weights that
+    an update as large as the learning rate would not change if rounded to
+    nearest, and what has moved; then findings. Tensors are read one by one.
 
     Exits with 1 if there is a finding, with 2 if a checkpoint cannot be read.
     """

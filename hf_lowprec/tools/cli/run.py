@@ -1,7 +1,7 @@
 """`hf-lowprec run SCRIPT ARGS…`: run an unmodified training script with our optimizer names registered.
 
 The names are registered in one process. A launcher starts training in new processes, so the launcher must start
-`hf_lowprec run`, not the other way round; `launcher_command` recognizes launchers and returns the command to use.
+`hf_lowprec run`, and not vice versa; `launcher_command` recognizes launchers and returns the command to use.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(
 
 
 def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str | None:
-    """The command to use instead if `script` with `arguments` launches training processes; None if it does not.
+    """Return the command to use instead if `script` with `arguments` launches training processes; None if it does not.
 
     Args:
         script: a path, or the name of a program or module.
@@ -95,7 +95,7 @@ def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str
 
 
 def _with_us(arguments: Sequence[str], keeps_options: bool = True) -> str:
-    """The arguments of a launcher that starts `hf_lowprec run` with the script that `arguments` start.
+    """Return the arguments of a launcher that starts `hf_lowprec run` with the script that `arguments` start.
 
     Without knowing which of the launcher's options take a value, the script is the first word that ends in `.py` or
     follows `-m`.

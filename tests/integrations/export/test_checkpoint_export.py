@@ -167,9 +167,9 @@ REFUSALS = [
     *(
         (rewritten("config.json", lambda config, change=change: config | change), said)
         for change, said in (
-            ({"architectures": ["MyModel"]}, "none of transformers' models; call hf_lowprec.save_pretrained"),
+            ({"architectures": ["MyModel"]}, "which transformers does not have; call hf_lowprec.save_pretrained"),
             ({"architectures": None}, "has no list of architectures"),
-            ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "model_type='mine' is none of"),
+            ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "'mine' is not a model type of"),
             ({"quantization_config": {"quant_method": "gptq"}}, "are quantized (gptq)"),
         )
     ),
@@ -186,13 +186,13 @@ def test_a_missing_file(saved, tmp_path):
     shutil.copytree(saved[1], tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3/optimizer.pt").unlink()
     message = refused(tmp_path / "checkpoint-3", tmp_path / "out")
-    assert "is not a whole checkpoint: optimizer.pt is missing" in message and message.startswith("checkpoint=")
+    assert "is not a complete checkpoint: optimizer.pt is missing" in message and message.startswith("checkpoint=")
 
 
 def test_an_unfinished_state_of_accelerate(tmp_path):
     accelerate_state(tmp_path / "state", llama(), rounding="kahan")
     (tmp_path / "state/random_states_0.pkl").unlink()
-    assert "was not finished" in refused(tmp_path / "state", tmp_path / "out")
+    assert "is not finished" in refused(tmp_path / "state", tmp_path / "out")
 
 
 def test_folders(saved, tmp_path):

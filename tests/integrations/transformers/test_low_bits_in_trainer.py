@@ -213,7 +213,7 @@ class Damage(TrainerCallback):
 def test_the_best_weights_keep_none_if_the_checkpoint_has_none(tmp_path, caplog, save_only_model):
     trainer = trained(tmp_path, callbacks=[Damage()], save_only_model=save_only_model, **KAHAN, **FIRST_IS_BEST)
     assert not with_low_bits(trainer.model)
-    assert f"the best weights, of {tmp_path / 'checkpoint-4'}, were loaded as they are stored" in caplog.text
+    assert f"the best weights, from {tmp_path / 'checkpoint-4'}, were loaded in 16 bits, as stored" in caplog.text
     stored = trainer.model.state_dict()
     assert all(torch.equal(value, stored[name].float()) for name, value in estimates(trainer).items())
 

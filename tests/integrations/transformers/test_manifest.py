@@ -43,7 +43,7 @@ def newest(out: Path) -> str:
 
 
 def refusal(resume: str | Path | bool, out: Path) -> str:
-    with pytest.raises(ValueError, match="whole") as error:
+    with pytest.raises(ValueError, match="complete") as error:
         choose_checkpoint(resume, str(out))
     return str(error.value)
 
@@ -143,8 +143,8 @@ def test_other_files_than_were_saved(whole, out, caplog):
     (last / "rng_state.pth").unlink()
     problems = f"optimizer.pt has {size // 2} bytes instead of {size}, rng_state.pth is missing"
     assert refusal(str(last), out) == (
-        f"resume_from_checkpoint={str(last)!r} is not a whole checkpoint: {problems}. Pass another one, or delete its "
-        f"{MANIFEST_NAME} if you changed the files on purpose"
+        f"resume_from_checkpoint={str(last)!r} is not a complete checkpoint: {problems}. Pass another one, or delete "
+        f"its {MANIFEST_NAME} if you changed the files on purpose"
     )
     assert choose_checkpoint(True, str(out)) == str(before)
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
@@ -154,8 +154,8 @@ def test_other_files_than_were_saved(whole, out, caplog):
     begin_checkpoint(last)
     shutil.rmtree(out / "checkpoint-6")
     assert refusal(True, out) == (
-        f"no checkpoint in {str(out)!r} is whole: checkpoint-4 (saving was not finished), checkpoint-2 (config.json is "
-        "missing); start again without resume_from_checkpoint, or pass the path of another checkpoint"
+        f"no checkpoint in {str(out)!r} is complete: checkpoint-4 (saving was not finished), checkpoint-2 (config.json "
+        "is missing); start again without resume_from_checkpoint, or pass the path of another checkpoint"
     )
     (before / MANIFEST_NAME).unlink()
     assert choose_checkpoint(str(before), str(out)) == str(before)
@@ -216,7 +216,7 @@ def test_checkpoints_of_a_stock_trainer(whole, stock, caplog):
     """The highest step, if nothing has a manifest: of those with the file that Trainer writes last."""
     (stock / "checkpoint-10").mkdir()
     assert newest(stock) == "checkpoint-4" and f"skipped: checkpoint-10 ({STATE} is missing)" in caplog.text
-    assert f"not a whole checkpoint: {STATE} is missing. Pass another one" in refusal(
+    assert f"not a complete checkpoint: {STATE} is missing. Pass another one" in refusal(
         str(stock / "checkpoint-10"), stock
     )
     assert_resumed(train(stock, resume=True), whole[1])

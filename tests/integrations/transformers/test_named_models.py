@@ -30,14 +30,14 @@ def refused(folder, config) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": None}, "model_type=None is none of transformers'"),
-        ({"model_type": "foreign"}, "model_type='foreign' is none of transformers'"),
+        ({"model_type": None}, "model_type=None is not a model type of transformers"),
+        ({"model_type": "foreign"}, "model_type='foreign' is not a model type of transformers"),
         ({"num_attention_heads": 0}, "cannot be loaded"),
         ({"hidden_size": "many"}, "cannot be loaded: Validation error for field 'hidden_size'"),
         ({"architectures": None}, "has no list of architectures"),
         ({"architectures": "LlamaForCausalLM"}, "has no list of architectures"),
-        ({"architectures": ["Trainer"]}, "class Trainer, which is none of"),
-        ({"architectures": [3]}, "class 3, which is none of"),
+        ({"architectures": ["Trainer"]}, "class Trainer, which transformers does not have"),
+        ({"architectures": [3]}, "class 3, which transformers does not have"),
         ({"vocab_size": 0}, "a weight without elements: model.embed_tokens.weight of shape (0, 32)"),
         ({"hidden_size": -32}, "cannot be built from its configuration: Trying to create tensor with"),
         ({"vocab_size": 2**62}, "cannot be built from its configuration"),
@@ -108,7 +108,7 @@ def test_code_that_a_configuration_chooses_is_not_loaded(tmp_path, monkeypatch, 
 )
 def test_files_that_timm_would_load_are_refused(tmp_path, changes):
     assert re.search(
-        r"(backbone|architecture|checkpoint_path)='.*makes timm load files", refused(tmp_path, LLAMA | changes)
+        r"(backbone|architecture|checkpoint_path)='.*make timm load files", refused(tmp_path, LLAMA | changes)
     )
 
 

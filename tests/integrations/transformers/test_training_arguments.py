@@ -144,7 +144,7 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
         ("rounding=kahn", r"rounding='kahn'.*'kahan', 'split', 'stochastic', 'nearest'"),
         ("rounding=stochastic:0.5", r"rounding='stochastic:0.5' .*stochastic:0.8\|kahan"),
         ("rounding=stochastic:0.5|kahan:0.5", r"each but the last"),
-        ("rounding=stochastic:0.5|nearest:0.5|kahan", r"less than 1 in total"),
+        ("rounding=stochastic:0.5|nearest:0.5|kahan", r"must add up to less than 1"),
         ("rounding=stochastic:nan|kahan", r"cannot be parsed"),
         ("rounding=stochastic:0.5|", r"cannot be parsed"),
         ("check_replicas_every=often", r"check_replicas_every='often' in optim_args is not an integer"),

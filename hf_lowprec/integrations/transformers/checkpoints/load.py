@@ -1,9 +1,9 @@
 """Additions to the Trainer methods that load weights and the optimizer's state from a checkpoint.
 
 Weights are loaded into the parameters that the optimizer holds, and their low bits are kept. States are converted
-between this library's optimizers and others, and between rounding modes. Weights and states of a model that
-transformers has sharded over a device mesh while loading it (`DistributedConfig`), whose state Trainer does not save,
-go through torch.distributed.checkpoint.
+between this library's optimizers and others, and between rounding modes. If transformers has sharded the model over a
+device mesh while loading it (`DistributedConfig`), Trainer does not save its state, so weights and states go through
+torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hf_lowprec.rounding.attached_low_bits import attach_rounded_off, note_loadi
 logger = logging.getLogger(__name__)
 
 _OPTIONS_OF_STATES = {"rounding", "state_dtype", "state_rounding"}
-"""Keys of param groups that decide which states exist; states in 8 bits exclude a value of `state_rounding`."""
+"""Keys of param groups that decide which states exist; 8-bit states do not allow every `state_rounding`."""
 
 
 def load_checkpoint(
@@ -54,7 +54,7 @@ def load_checkpoint(
 ) -> None:
     """Let Trainer load weights into the existing parameters, which the optimizer and FP32 estimates refer to.
 
-    If they are FP32 weights, as of a checkpoint of another optimizer, their low bits are kept for the compensation.
+    If they are FP32, as in another optimizer's checkpoint, their low bits are kept for the compensation.
     """
     keeps_low_bits, checkpoint = callback_of(trainer).keep_low_bits, Path(resume_from_checkpoint)
     with explain_unreadable(checkpoint, (CheckpointException,)):
@@ -92,10 +92,10 @@ def _load_sharded_weights(model: nn.Module, checkpoint: Path) -> None:
 
 @contextmanager
 def load_in_place(model: nn.Module, keeping_low_bits: bool = False) -> Iterator[None]:
-    """If parameters of `model` are replaced inside, copy the new values into the old ones, and put these back.
+    """If parameters of `model` are replaced inside, copy the new values into the old ones, and put the old ones back.
 
-    PEFT's `load_adapter` replaces 16-bit adapters by new FP32 parameters. An optimizer that was built earlier would
-    continue with the old ones, which no longer belong to the model. A new parameter of another shape is kept.
+    PEFT's `load_adapter` replaces 16-bit adapters with new FP32 parameters. An optimizer that was built earlier would
+    continue with the old ones, which no longer belong to the model. A new parameter of a different shape is kept.
 
     Args:
         model: the model.
@@ -148,11 +148,11 @@ def keep_low_bits_of_checkpoint(model: nn.Module, checkpoint: Path) -> int:
 def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> None:
     """Give the compensations and remainders of `optimizer` their values in a checkpoint whose weights were loaded.
 
-    They are then kept with the parameters, as when training ends. Those of another rounding mode are converted, and
-    missing ones become zero. If the file cannot be read, nothing is changed.
+    The values are then kept with the parameters, as when training ends. Values of another rounding mode are converted,
+    and missing ones become zero. If the file cannot be read, nothing changes.
 
     Args:
-        optimizer: the optimizer that has saved the checkpoint.
+        optimizer: the optimizer that saved the checkpoint.
         path: the file of its state dict.
     """
     try:
@@ -176,10 +176,10 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
 
 
 def load_optimizer(original: Callable, trainer: Trainer, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
-    """Trainer's method that loads optimizer and scheduler when resuming.
+    """Load optimizer and scheduler when resuming, by Trainer's own method.
 
-    An optimizer of this library converts other optimizers' state by itself. Others would ignore the compensations or
-    remainders of this library's.
+    An optimizer of this library converts other optimizers' state by itself. Other optimizers would ignore the
+    compensations or remainders of this library.
 
     Raises:
         ValueError: the state cannot be converted.
@@ -249,9 +249,9 @@ def _load_sharded_state(trainer: Trainer, folder: Path) -> None:
 
 @contextmanager
 def _as_saved(optimizer: LowPrecisionOptimizer, saved_groups: list[ParamGroup]) -> Iterator[None]:
-    """Give the optimizer the options of `saved_groups` until its `load_state_dict`, and leave the mode of the state.
+    """Give the optimizer the options of `saved_groups` until its `load_state_dict`, and leave it in the state's mode.
 
-    A distributed checkpoint is loaded into the states that the optimizer has, so these must be as they were saved.
+    A distributed checkpoint is loaded into the states that the optimizer has, so these must exist as they were saved.
     `load_state_dict` then converts them to the optimizer's own `state_dtype`.
     """
     own = [{key: group[key] for key in _OPTIONS_OF_STATES} for group in optimizer.param_groups]
@@ -297,6 +297,6 @@ def _load_into_others(
 
 
 def _saved_by_fsdp(checkpoint: Path) -> StoredOptimizer | None:
-    """The state that FSDP will load; None if there is none."""
+    """Return the state that FSDP will load; None if there is none."""
     paths = (checkpoint / "optimizer.bin", checkpoint / SHARDED_STATE)
     return next((read_optimizer(path) for path in paths if path.exists()), None)

@@ -1,7 +1,7 @@
 """Writes and reads the manifest of a checkpoint: the names and sizes of its files, once all of them are written.
 
 A job can be killed between any two files of a checkpoint. An unfinished manifest is written before all of them, and the
-finished one after them, so a checkpoint whose manifest fits its files is whole.
+finished one after them, so a checkpoint whose manifest matches its files is complete.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FORMAT = 2
 _NO_CONTENT = (MANIFEST_NAME, "checkpoint-is-incomplete.txt")
 """The manifest, and a file that transformers' JITCheckpointCallback keeps in a checkpoint while it saves it."""
 _SHOWN = 5
-"""The number of files that a message names."""
+"""The largest number of files that a message names."""
 
 
 class Manifest(NamedTuple):
     """The content of a manifest.
 
     Attributes:
-        saved: when it was written. It orders the checkpoints in a folder, which may be those of several runs.
+        saved: when it was written. It orders the checkpoints in a folder, which may come from several runs.
         files: the size of every file in bytes by its relative path; None if saving was not finished.
     """
 
@@ -37,9 +37,9 @@ class Manifest(NamedTuple):
 
 
 def begin_checkpoint(folder: Path) -> None:
-    """Make `folder` an empty checkpoint that is not finished; an earlier one there is removed."""
+    """Turn `folder` into an empty, unfinished checkpoint; an earlier one there is removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder, None)  # first, so that a kill leaves no part of the earlier one that looks whole
+    _write(folder, None)  # first, so that a kill leaves no part of the earlier one that looks complete
     for path in folder.iterdir():
         if path.name not in _NO_CONTENT:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ class Examined(NamedTuple):
 
     Attributes:
         saved: when the manifest was written, in seconds; 0 if there is none, or if it cannot be read.
-        problems: what is wrong with each file, or with the manifest; empty if it fits, or if there is none.
+        problems: what is wrong with each file, or with the manifest; empty if they match, or without a manifest.
     """
 
     saved: float
@@ -116,7 +116,7 @@ def examine(folder: Path) -> Examined:
 
 
 def listing(problems: list[str]) -> str:
-    """The first problems, for a message."""
+    """Join the first problems, for a message."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return ", ".join(problems[:_SHOWN]) + more
 
@@ -132,13 +132,13 @@ def check_files(folder: Path, argument: str, found: list[str] | None = None) -> 
     if found := examine(folder).problems if found is None else found:
         changed = f", or delete its {MANIFEST_NAME} if you changed the files on purpose"
         raise ValueError(
-            f"{argument}={str(folder)!r} is not a whole checkpoint: {listing(found)}. Pass another one"
+            f"{argument}={str(folder)!r} is not a complete checkpoint: {listing(found)}. Pass another one"
             f"{changed if (folder / MANIFEST_NAME).exists() else ''}"
         )
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Write a file atomically: a reader finds either the old one or the new one."""
+    """Write a file atomically: a reader finds either the old content or the new."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(content, encoding="utf-8")
     os.replace(temporary, path)

@@ -1,10 +1,10 @@
-"""Decides which checkpoint a run resumes from: the newest whose manifest fits, or the one that the user names.
+"""Decides which checkpoint a run resumes from: the newest whose manifest matches its files, or the one the user names.
 
 The time in the manifest says which one is newest: copying changes the times of files, and a run that starts again in
 the same folder, or from an earlier step, leaves checkpoints of higher steps. All ranks reach the same decision: one
 process per machine checks the files that it sees, and all checks count.
 
-The state of the Trainer is read here, too, including that of another version of transformers.
+The Trainer's state is read here, too, even if another version of transformers wrote it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _on_every_rank = functools.partial(gather_objects, purpose="choosing a checkpoin
 
 
 def train(original: Callable, trainer: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer.train`: choose a whole checkpoint to resume from.
+    """`Trainer.train`: choose a complete checkpoint to resume from.
 
     If training raises an exception, end the run as far as the callback can.
 
     Raises:
-        ValueError: see `choose_checkpoint`; or the checkpoint holds the model in another way than those of this run.
+        ValueError: see `choose_checkpoint`; or the checkpoint holds the model in another layout than this run's.
     """
     checkpoint = choose_checkpoint(resume_from_checkpoint, trainer.args.output_dir)
     if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
@@ -66,13 +66,13 @@ def train(original: Callable, trainer: Trainer, resume_from_checkpoint: Any = No
     except BaseException:
         try:
             callback_of(trainer).end_by_error(trainer.args, unwrap_optimizer(trainer.optimizer))
-        except Exception as error:  # of a device, say, on which nothing works any more
+        except Exception as error:  # for example, after an error on a device, where nothing works any longer
             logger.info("hf_lowprec: the low bits of the weights could not be kept: %r", error)
         raise
 
 
 def run_epoch(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-    """Trainer's loop over an epoch: skip it if all steps are done.
+    """Run Trainer's loop over an epoch, but skip it if all steps are done.
 
     Trainer checks `max_steps` only after a step, so a run resumed from its final checkpoint would take one too many.
     """
@@ -88,17 +88,17 @@ def choose_checkpoint(
     """Return what Trainer should resume from, the same on all ranks. Every rank must call it.
 
     Args:
-        resume_from_checkpoint: as `Trainer.train` takes it. `True` stands for the newest whole checkpoint in
+        resume_from_checkpoint: as `Trainer.train` takes it. `True` stands for the newest complete checkpoint in
             `output_dir`; later ones are skipped, and named in a warning.
         output_dir: where the run saves its checkpoints.
 
     Returns:
-        A path, as a string; or True, False or None, or a path where there is nothing, with which Trainer starts from
-        scratch or raises its own error.
+        A path, as a string; or True, False, None or a path where there is nothing: Trainer then starts from scratch or
+        raises its own error.
 
     Raises:
-        ValueError: the named checkpoint is not whole, or there are checkpoints but none is. Or the ranks name different
-            checkpoints, or not all of them see the checkpoint. Or its shards hold anything but data.
+        ValueError: the named checkpoint is incomplete, or all checkpoints are; the ranks name different checkpoints, or
+            some cannot see the checkpoint; or its shards hold anything but data.
     """
     if isinstance(resume_from_checkpoint, os.PathLike):
         resume_from_checkpoint = os.fspath(resume_from_checkpoint)
@@ -119,7 +119,7 @@ def choose_checkpoint(
     seen, unsafe = zip(*_on_every_rank((chosen.is_dir(), unsafe_here)), strict=True)
     if missing_on := [rank for rank, sees in enumerate(seen) if not sees]:
         raise ValueError(
-            f"rank {', '.join(map(str, missing_on))} does not see {str(chosen)!r}, from which the others resume; "
+            f"rank {', '.join(map(str, missing_on))} cannot see {str(chosen)!r}, from which the others resume; "
             "put output_dir on storage shared by all machines, or save with save_on_each_node=True"
         )
     if problems := _of_all_ranks(unsafe):
@@ -129,7 +129,7 @@ def choose_checkpoint(
 
 
 def _check_layout(checkpoint: Path, wanted: str | None) -> None:
-    """Raise ValueError unless the checkpoint holds the model as checkpoints of this run do.
+    """Raise ValueError unless the checkpoint has the layout of this run's checkpoints.
 
     Args:
         checkpoint: the folder.
@@ -179,7 +179,7 @@ def _holds(checkpoint: Path, *patterns: str) -> bool:
 
 
 def _examine(checkpoint: Path) -> Examined:
-    """`examine`; without a manifest, the checkpoint must have what Trainer writes last."""
+    """Examine a checkpoint; without a manifest, it must have the file that Trainer writes last."""
     if (checkpoint / MANIFEST_NAME).is_file() or (checkpoint / TRAINER_STATE_NAME).is_file():
         return examine(checkpoint)
     return Examined(0, [f"{TRAINER_STATE_NAME} is missing"])
@@ -190,16 +190,16 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _newest(folder: Path, found: list[dict[str, Examined]]) -> Path | None:
-    """The newest whole checkpoint, with a warning about those that were skipped; None if there are no checkpoints.
+    """Return the newest complete checkpoint, and warn about those that were skipped; None if there are none.
 
-    Those without a manifest, which a stock Trainer has saved, come last, by their steps.
+    Checkpoints without a manifest, which a stock Trainer has saved, come last, by their steps.
 
     Args:
         folder: the folder that they are in.
         found: what each rank has found there.
 
     Raises:
-        ValueError: there are checkpoints, and none is whole.
+        ValueError: there are checkpoints, and none is complete.
     """
     saved = {name: examined.saved for name, examined in found[0].items()}
     problems = {name: _problems(name, found) for name in saved}
@@ -215,8 +215,8 @@ def _newest(folder: Path, found: list[dict[str, Examined]]) -> Path | None:
     )
     if chosen is None and skipped:
         raise ValueError(
-            f"no checkpoint in {str(folder)!r} is whole: {reasons}; start again without resume_from_checkpoint, or "
-            "pass the path of another checkpoint"
+            f"no checkpoint in {str(folder)!r} is complete: {reasons}; start again without resume_from_checkpoint, "
+            "or pass the path of another checkpoint"
         )
     if skipped:
         _warn(f"resuming from {folder / str(chosen)}; skipped: {reasons}")
@@ -232,7 +232,7 @@ def _problems(name: str, found: list[dict[str, Examined]]) -> list[str]:
 
 
 def _of_all_ranks(problems: Sequence[list[str]]) -> list[str]:
-    """The problems that the ranks have found in a checkpoint, in rank order."""
+    """List the problems that the ranks have found in a checkpoint, in rank order."""
     return [
         problem if rank == 0 else f"{problem} (as rank {rank} sees it)"
         for rank, of_rank in enumerate(problems)
@@ -241,7 +241,7 @@ def _of_all_ranks(problems: Sequence[list[str]]) -> list[str]:
 
 
 def unsafe_shards(checkpoint: Path) -> list[str]:
-    """Why torch's own reader, which unpickles all but tensors, must not read folders of a sharded checkpoint."""
+    """Return why torch's own reader, which unpickles all but tensors, must not read a sharded checkpoint."""
     problems = []
     for path in sorted(checkpoint.rglob(".metadata")):
         try:
@@ -252,7 +252,7 @@ def unsafe_shards(checkpoint: Path) -> list[str]:
 
 
 def _warn_of_incomplete_state(checkpoint: Path) -> None:
-    """Warn of what is not restored: optimizer and random states, and fields that are unknown to this Trainer."""
+    """Warn about what is not restored: optimizer and random states, and fields that this Trainer does not know."""
     if not holds_optimizer(checkpoint):
         _warn(
             f"{checkpoint} contains no optimizer state (save_only_model=True does not save it): training continues "
@@ -271,7 +271,7 @@ def _warn_of_incomplete_state(checkpoint: Path) -> None:
 
 
 def _unknown_fields(state: dict[str, Any], cls: type[TrainerState] = TrainerState) -> list[str]:
-    """The fields of a saved state that `cls` of this version of transformers does not have."""
+    """Return the fields of a saved state that `cls` of this version of transformers does not have."""
     return sorted(state.keys() - {field.name for field in dataclasses.fields(cls)})
 
 

@@ -53,7 +53,7 @@ def save_checkpoint(original: Callable, trainer: Trainer, model: Any, trial: Any
 
     callback.saves_checkpoint = True
     try:
-        # Before Trainer deletes older checkpoints. Ranks that do not write its state come there afterwards.
+        # Finish before Trainer deletes older checkpoints. Ranks that do not write its state reach the end later.
         with private_apis.calling_after_trainer_state(finish):
             original(trainer, model, trial, *args, **kwargs)
         finish()
@@ -69,7 +69,7 @@ def save_checkpoint(original: Callable, trainer: Trainer, model: Any, trial: Any
 
 
 def _finish_on_every_rank(folder: Path, args: TrainingArguments) -> None:
-    """Write the manifests when all ranks have written their files. Every rank must call it, and returns when all have.
+    """Write the manifests when all ranks have written their files. Every rank must call it, and waits for the others.
 
     With `save_on_each_node`, a machine must not delete its older checkpoints before the others have this one.
     """
@@ -93,7 +93,7 @@ def after_callbacks(
 def save_model(original: Callable, trainer: Trainer, output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
     """`Trainer.save_model`: write a model folder under FSDP2 with sharded state dicts, too.
 
-    Trainer calls it for every checkpoint, which then holds shards, and writes nothing for any other call either.
+    Trainer calls it for every checkpoint, which then holds shards, but also writes nothing in other calls.
     """
     saves_checkpoint = callback_of(trainer).saves_checkpoint
     if saves_checkpoint and not trainer.args.save_only_model and is_sharded_at_load(trainer.model):
@@ -105,7 +105,7 @@ def save_model(original: Callable, trainer: Trainer, output_dir: Any = None, *ar
 
 
 def save_optimizer(original: Callable, trainer: Trainer, output_dir: str, *args: Any, **kwargs: Any) -> None:
-    """Trainer's method that saves optimizer and scheduler: save shards of the states of a model sharded at load."""
+    """Save optimizer and scheduler, by Trainer's own method; for a model sharded at load, save shards of the states."""
     if not is_sharded_at_load(trainer.model):
         original(trainer, output_dir, *args, **kwargs)
         return

@@ -1,11 +1,11 @@
 """Loops over blocks and their elements in C, for steps with states in 8 bits.
 
 A block's scale depends on all of its elements, so a loop over them has to end before the next begins. Each use of
-`block_max` ends a loop. Each loop becomes a C loop over the pairs of adjacent elements of a
-block, and values that a later loop needs are kept in arrays of one number per pair.
+`block_max` ends a loop. Each loop becomes a C loop over the pairs of adjacent elements of a block, and values that a
+later loop needs are kept in arrays of one number per pair.
 
-Every number in these loops has 32 bits, so that compilers use the widest vectors. Where two of them are a block, each
-loop is one iteration and the arrays are registers. Pairs in 8 bits are converted in loops of their own.
+Every number in these loops has 32 bits, so that compilers use the widest vectors. If two vectors hold a block, each
+loop is one iteration and the arrays are registers. Pairs in 8 bits are converted in separate loops.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class BlockLoop:
     """One loop over the elements of a block.
 
     Attributes:
-        before: operations of which the whole block needs one result, computed before the loop.
+        before: operations with one result for the whole block, computed before the loop.
         operations: operations that are performed for each element.
         maxima: operations `block_max` whose operands this loop computes.
         loaded: inputs that differ between elements, all in the first loop.
         kept: values of elements that later loops need, computed or loaded in this one.
         restored: values of elements that this loop needs, computed or loaded in earlier ones.
         outputs: positions of the graph's outputs that are known for each element in this loop.
-        block_outputs: positions of the graph's outputs of which the block has one, known before this loop.
+        block_outputs: positions of the graph's outputs with one value per block, known before this loop.
     """
 
     before: list[fx.Node] = field(default_factory=list)
@@ -79,12 +79,12 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
         loop[node] = max((loop[arg] for arg in args), default=0) + is_max
 
     def loops_of_users(node: fx.Node) -> list[int]:
-        """The loops that read a value; a maximum is taken in the loop before the one that it is known in."""
+        """Return the loops that read a value; a maximum is computed in the loop before the one that uses it."""
         return [loop[user] - (user.target is block_max) for user in node.users if user in loop]
 
     for node in reversed(operations):
-        # Random words are computed where they are first used, instead of being kept from an earlier loop. So is what
-        # follows from one other value of the element: keeping that one takes no more.
+        # Random words are computed where they are first used, instead of being kept from an earlier loop. So are
+        # values that follow from one other value of the element: keeping that one costs no more.
         users = loops_of_users(node)
         follows_from_one = varies[node] and sum(varies[arg] for arg in node.all_input_nodes) == 1
         if users and (not from_tensors[node] or follows_from_one):
@@ -150,12 +150,12 @@ _STORE_BYTES = "({0} & 0xffu) | {1} << 8"
 
 
 def render_block_loops(spec: KernelSpec) -> str:
-    """The loops over a chunk's blocks and their elements, for specs with states in 8 bits. They call no function."""
+    """Render the loops over a chunk's blocks and elements, for specs with states in 8 bits. They call no function."""
     return _BlockRenderer(spec).render()
 
 
 class _BlockRenderer:
-    """Renders the loops of a spec. Every loop has the operations of both elements of a pair, in scopes of their own."""
+    """Renders the loops of a spec. Every loop has the operations of both elements of a pair, in separate scopes."""
 
     def __init__(self, spec: KernelSpec) -> None:
         graph = trace(spec)
@@ -171,7 +171,7 @@ class _BlockRenderer:
         self._loops = block_loops(graph, set(self._elements))
 
     def render(self) -> str:
-        """The C loop over a chunk's blocks: declarations, a C loop for each `BlockLoop`, stores of 8-bit states."""
+        """Render the C loop over a chunk's blocks: declarations, a C loop per `BlockLoop`, stores of 8-bit states."""
         declarations = [
             f"const uint32_t first_weyl{word} = weyl{word} + (uint32_t)block * {WEYL_INCREMENT};"
             for word in self._spec.random_words
@@ -223,7 +223,7 @@ class _BlockRenderer:
         )
 
     def _element(self, loop: BlockLoop, k: int) -> list[str]:
-        """The operations on one element of a pair: the even one if `k` is 0, the odd one if it is 1."""
+        """Return the operations on one element of a pair: the even one if `k` is 0, the odd one if it is 1."""
         parity = _PARITIES[k]
         lines = [
             f"const uint32_t weyl{word} = first_weyl{word} + (uint32_t)(2 * j + {k}) * {WEYL_INCREMENT};"

@@ -1,4 +1,4 @@
-"""How C writes the traced operations, and how the elements of tensors are stored, loaded and stored again.
+"""How C writes the traced operations, and how it loads and stores the elements of tensors.
 
 The C compiler must neither contract nor re-associate floating-point operations; see the flags in `compiler.py`.
 """
@@ -15,7 +15,7 @@ from hf_lowprec.rounding.block_floats import block_max
 from hf_lowprec.rounding.random_bits import GOLDEN, weyl
 
 WEYL_INCREMENT = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
-"""Added to the Weyl sequence of a random word from each element to the next, see `random_bits.py`."""
+"""What the Weyl sequence of a random word adds from each element to the next, see `random_bits.py`."""
 
 # How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
 STORAGE = {
@@ -43,14 +43,14 @@ STORE = {
     torch.uint8: "(uint8_t){0}",
 }
 
-# The same for the two elements of a pair of 16 bits each: the even one is in its lower half, the odd one in its upper.
+# The same for a pair of 16-bit elements: the even one is in the lower half, the odd one in the upper.
 LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
 LOAD_ODD = {torch.bfloat16: "as_float({0} & 0xffff0000u)", torch.int16: "(uint32_t)((int32_t){0} >> 16)"}
 STORE_PAIR = {torch.bfloat16: "as_bits({0}) >> 16 | as_bits({1})", torch.int16: "({0} & 0xffffu) | {1} << 16"}
 
 
 def value_type(is_float: bool) -> str:
-    """The type of a value in an element's operations."""
+    """Return the type of a value in an element's operations."""
     return "float" if is_float else "uint32_t"
 
 

@@ -37,18 +37,18 @@ from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
 CHUNK = 1 << 15
-"""Elements per chunk. The chunks of a step are computed in parallel; each looks up its pointers and scalars once."""
+"""Elements per chunk. The chunks of a step run in parallel; each looks up its pointers and scalars once."""
 
 _SCHEDULE = "dynamic, 4"
 """Threads take 4 chunks from the queue at once: enough for streaming access, and few enough that an interrupted thread
 does not keep the others waiting for long."""
 _FACTORS = (ROW_FACTOR, COLUMN_FACTOR)
 _PARTIAL_TERMS, _PARTIAL_SQUARES = 16, 32
-"""Accumulators of the sums: an addition has to wait for the previous one into the same accumulator."""
+"""The number of accumulators per sum: an addition has to wait for the previous one into the same accumulator."""
 
 
 def render(spec: KernelSpec) -> str:
-    """The C source of `step` and `square_sum` for `spec` and, if it needs them, of `tensor_sum` and `matrix_sum`.
+    """Render the C source of `step` and `square_sum` for `spec` and, if needed, of `tensor_sum` and `matrix_sum`.
 
     The `native` backend compiles it to a shared library and calls these functions through ctypes.
     """
@@ -161,7 +161,7 @@ _PAIRS = """\
 
 
 def _render_step(spec: KernelSpec) -> str:
-    """Render `step`, and before it what it calls."""
+    """Render `step`, after the functions that it calls."""
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
     functions, loops = ("", render_block_loops(spec)) if spec.scales else _element_loops(spec, scalars)
@@ -188,9 +188,9 @@ def _render_step(spec: KernelSpec) -> str:
 
 
 def _element_loops(spec: KernelSpec, scalars: Sequence[str]) -> tuple[str, str]:
-    """The function `fused_step`, and the loops over a chunk's elements, for specs whose elements are independent.
+    """Render the function `fused_step` and the loops over a chunk's elements, for specs with independent elements.
 
-    Where all tensors have 16 bits, two elements are loaded, and stored, at a time.
+    If all tensors have 16 bits, two elements are loaded and stored at a time.
     """
     tensors, output_tensors = spec.tensors, spec.output_tensors
     key1s = [f"key{word}_1" for word in spec.random_words]
@@ -306,14 +306,14 @@ class _Terms:
 
     Attributes:
         function: its definition.
-        count: of terms.
-        tensors: those that it takes elements of.
+        count: the number of terms.
+        tensors: the tensors whose elements it takes.
 
     Args:
-        spec: of the step.
-        name: of the function.
+        spec: the spec of the step.
+        name: the name of the function.
         traced: what it computes, in words.
-        graph: the same, traced.
+        graph: the trace of what it computes.
     """
 
     def __init__(self, spec: KernelSpec, name: str, traced: str, graph: fx.Graph) -> None:
@@ -327,7 +327,7 @@ class _Terms:
         self.function = _TERMS.format(traced=traced, name=name, parameters=arguments(parameters, 8), body=body)
 
     def add(self, index: str, place: str) -> list[str]:
-        """Statements that add the terms of the element `index` to the sums at `place`, where {0} is a term's number."""
+        """Write statements that add the terms of element `index` to the sums at `place`; {0} is a term's number."""
         values = [_load(self._spec, tensor, index) for tensor in self.tensors]
         outputs = [f"term{k}" for k in range(self.count)]
         inputs = arguments([*values, *self._scalars, *(f"&{name}" for name in outputs)], 20)
@@ -370,7 +370,7 @@ void matrix_sum(int64_t n_tiles, const int64_t (*tiles)[{n_columns}], void *cons
 
 
 def _render_matrix_sum(spec: KernelSpec) -> str:
-    """Render `matrix_sum`, of the algorithm's `factored`, and before it the function that it calls."""
+    """Render `matrix_sum`, for the algorithm's `factored`, after the function that it calls."""
     terms = _Terms(spec, "matrix_terms", "the algorithm's `factored`", trace_factored(spec))
     names = ["first" if name == "start" else name for name in TILES_TABLE]
     return terms.function + _MATRIX_SUM.format(
@@ -387,7 +387,7 @@ def _render_matrix_sum(spec: KernelSpec) -> str:
 
 
 def _render_tensor_sum(spec: KernelSpec) -> str:
-    """Render `tensor_sum`, of the algorithm's `tensor_means`, and before it the function that it calls."""
+    """Render `tensor_sum`, for the algorithm's `tensor_means`, after the function that it calls."""
     terms = _Terms(spec, "tensor_mean_terms", "the algorithm's `tensor_means`", trace_tensor_means(spec))
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     by_rows = spec.factored is not None and not {*_FACTORS}.isdisjoint(terms.tensors)
@@ -408,7 +408,7 @@ def _render_tensor_sum(spec: KernelSpec) -> str:
 
 
 def _place(spec: KernelSpec, name: str, index: str) -> str:
-    """The place in the tensor `name` that belongs to the element `index` of the parameter."""
+    """Return the place in the tensor `name` for the parameter's element `index`."""
     if name == ROW_FACTOR:
         return f"{index} / columns" if index == "start" else "0"
     if name == COLUMN_FACTOR and index == "start":
@@ -417,12 +417,12 @@ def _place(spec: KernelSpec, name: str, index: str) -> str:
 
 
 def _load(spec: KernelSpec, name: str, index: str) -> str:
-    """The value of the tensor `name` that belongs to the element `index` of what the pointers point to."""
+    """Return the value of the tensor `name` for element `index`, counted from where the pointers point."""
     return LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]")
 
 
 def _declarations(tensors: Mapping[str, torch.dtype], variable: str = "{0}") -> list[str]:
-    """Declarations of a variable for a loaded element of each of `tensors`; `variable` makes it from their names."""
+    """Declare a variable for a loaded element of each of `tensors`; `variable` gives its name from theirs."""
     return [f"{value_type(dtype.is_floating_point)} {variable.format(name)}" for name, dtype in tensors.items()]
 
 
@@ -431,12 +431,12 @@ def _statements(declarations: Iterable[str]) -> str:
 
 
 def _table_widths(spec: KernelSpec) -> dict[str, int]:
-    """The number of entries in each row of the tables of segments and pointers."""
+    """Return the number of entries in each row of the tables of segments and pointers."""
     return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors)}
 
 
 def _load_chunk_bounds(spec: KernelSpec) -> list[str]:
-    """Statements that look up a chunk's segment, its first element and the number of its elements."""
+    """Write statements that look up a chunk's segment, its first element and the number of its elements."""
     names = [f"{name} = segment[{k}]" for k, name in enumerate(segment_columns(spec))]
     return [
         "const int64_t *segment = segments[chunks[chunk][0]];",
@@ -447,7 +447,7 @@ def _load_chunk_bounds(spec: KernelSpec) -> list[str]:
 
 
 def _load_pointers(spec: KernelSpec, names: Container[str], output_tensors: Container[str]) -> list[str]:
-    """Statements that look up the pointers of a chunk's parameter to the tensors `names`; they point to its start."""
+    """Write statements that look up a chunk's pointers to the tensors `names`; they point to the chunk's start."""
     lines = []
     for k, (name, dtype) in enumerate(spec.tensors.items()):
         if name in names:
@@ -458,5 +458,5 @@ def _load_pointers(spec: KernelSpec, names: Container[str], output_tensors: Cont
 
 
 def _load_scalars(names: Sequence[str]) -> list[str]:
-    """Statements that look up the scalars of a chunk's parameter; `names` are all that the table has."""
+    """Write statements that look up the scalars of a chunk's parameter; `names` are all scalars in the table."""
     return [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]

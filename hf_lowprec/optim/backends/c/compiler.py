@@ -1,7 +1,7 @@
 """The system's C compiler, for the `native` backend: find it, compile a library once, and keep it.
 
 Later processes of the same user load a library from a cache instead of compiling it again. A library runs as this user,
-so the cache is used only if it belongs to this user or root, and nobody else can write to it.
+so the cache is used only if it belongs to this user or root, and no other user can write to it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from hf_lowprec.once import first_time
 # Contraction or reassociation would break Kahan summation and make backends differ. -fno-math-errno and
 # -fno-trapping-math let the compiler vectorize square roots and selections without changing results. -fschedule-insns
 # and -fsched-pressure make the step 7% faster with gcc. For Intel's processors, compilers prefer vectors of 256 bits,
-# even if there are larger ones, so that clocks stay high. But a step does nothing else, and would take twice the
-# instructions.
+# even if there are larger ones, so that clocks stay high; but then a step would need twice the instructions.
 FLAGS = (
     *("-std=c11", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"),
@@ -47,7 +46,7 @@ class CompilerError(RuntimeError):
 
 
 def require_compiler() -> tuple[str, ...]:
-    """The command of the C compiler: `$CC` if it is set, else the first of `cc`, `gcc`, `clang` on PATH.
+    """Return the command of the C compiler: `$CC` if it is set, else the first of `cc`, `gcc`, `clang` on PATH.
 
     Raises:
         CompilerError: there is no compiler, or `$CC` is not a valid shell command.
@@ -75,7 +74,7 @@ def _find_compiler(variable: str) -> tuple[str, ...] | None:
 
 @functools.cache
 def compiler_identity(compiler: str) -> str:
-    """The path and the `--version` output (possibly several lines) of the program `compiler`.
+    """Return the path and the `--version` output (possibly several lines) of the program `compiler`.
 
     `native.py` makes it part of a library's file name, so that a different compiler leads to a new compilation.
 
@@ -92,7 +91,7 @@ def load_library(name: str, build: Callable[[Path], Path]) -> ctypes.CDLL:
 
     Args:
         name: the file's name.
-        build: writes the library to an empty folder, which it is given, and returns its file.
+        build: writes the library to the empty folder that it gets, and returns its file.
 
     Raises:
         OSError: the library cannot be written anywhere, or cannot be loaded.
@@ -107,9 +106,9 @@ def load_library(name: str, build: Callable[[Path], Path]) -> ctypes.CDLL:
 
 
 def _usable_cache() -> Path | None:
-    """The cache's folder: `$HF_LOWPREC_CACHE`, else `hf_lowprec` in the user's cache directory.
+    """Return the cache's folder: `$HF_LOWPREC_CACHE`, else `hf_lowprec` in the user's cache directory.
 
-    None, with a warning, if it cannot be created, belongs to another user, or others can write to it.
+    If it cannot be created, belongs to another user, or others can write to it, warn and return None.
     """
     user_cache = os.environ.get("XDG_CACHE_HOME", "")  # the XDG specification says to ignore a relative path
     default = f"{user_cache if os.path.isabs(user_cache) else '~/.cache'}/hf_lowprec"
@@ -128,7 +127,7 @@ def _usable_cache() -> Path | None:
 
 
 def _cached(library: Path, target: Path) -> Path:
-    """Copy `library` to `target`, atomically. Returns `target`; `library`, with a warning, if that is impossible."""
+    """Copy `library` to `target` atomically, and return `target`; if that is impossible, warn and return `library`."""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             os.replace(shutil.copy(library, folder), target)

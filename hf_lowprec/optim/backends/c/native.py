@@ -33,7 +33,7 @@ from hf_lowprec.optim.step.matrix_tiles import MatrixSums, MatrixTiles
 from hf_lowprec.optim.step.segments import sum_by_entry
 
 _TILE_ROWS = 128
-"""Rows of the tiles that threads sum; few, so that all threads have some."""
+"""Rows of the tiles that threads sum; few, so that all threads get some."""
 
 
 class NativeStep(BackendStep):
@@ -69,13 +69,13 @@ class NativeStep(BackendStep):
         self._scalars = None
 
     def square_sum(self) -> Tensor:
-        """The sum of the squares of the group's gradients; FP64 scalar on the CPU."""
+        """Return the sum of the squares of the group's gradients; FP64 scalar on the CPU."""
         sums = torch.empty(len(self._chunks), dtype=torch.float64, device="cpu")
         self._call(self._kernel.square_sum, self._chunks, sums)
         return sums.sum()
 
     def tensor_sums(self) -> Tensor:
-        """The sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the CPU."""
+        """Return the sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the CPU."""
         sums = torch.empty(
             len(self._chunks), len(self.fused_group.spec.tensor_means), dtype=torch.float64, device="cpu"
         )
@@ -83,7 +83,7 @@ class NativeStep(BackendStep):
         return sum_by_entry(sums, self._chunks_per_entry)
 
     def matrix_sums(self) -> dict[int, MatrixSums]:
-        """The sums of `spec.factored` over rows and columns, by position of the entry, but for stacks of small ones."""
+        """Return the sums of `spec.factored` over rows and columns, by the entry's position, except small stacks."""
         group, tiles = self.fused_group, self._tiles
         scalars = group.all_scalars(group.scalars)
         row_sums, column_sums = tiles.empty_sums()
@@ -92,7 +92,7 @@ class NativeStep(BackendStep):
         return tiles.add_up(row_sums, column_sums)
 
     def _call(self, function: Callable[..., None], chunks: Tensor, counts_or_sums: Tensor) -> None:
-        """Call a compiled function with this step's tables, of which the last is `counts_or_sums`, for some chunks."""
+        """Call a compiled function for some chunks, with this step's tables; the last one is `counts_or_sums`."""
         group = self.fused_group
         scalars = group.all_scalars(group.scalars) if self._scalars is None else self._scalars
         tables = (chunks, group.segments.table, group.pointers(), scalars, counts_or_sums)
@@ -108,8 +108,7 @@ class NativeStep(BackendStep):
 
 
 def kernel(spec: KernelSpec) -> ctypes.CDLL:
-    """The library with the compiled functions `step`, `square_sum` and, if `spec` needs them, `tensor_sum` and
-    `matrix_sum`.
+    """Return the compiled library with `step`, `square_sum` and, if needed, `tensor_sum` and `matrix_sum`.
 
     A spec that failed to compile is not compiled again.
 

@@ -1,4 +1,4 @@
-"""Whether the `triton` backend can run here."""
+"""Checks whether the `triton` backend can run here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class TritonError(RuntimeError):
 
 
 def check_available(device: torch.device | None = None) -> None:
-    """Raise TritonError unless Triton is installed and can run on `device`, or on any device if that is None."""
+    """Raise TritonError unless Triton is installed and can run on `device`, or on any device if `device` is None."""
     try:
         import triton
     except ImportError as error:
@@ -33,7 +33,7 @@ def check_available(device: torch.device | None = None) -> None:
 
 
 def supports_bfloat16(device: torch.device) -> bool:
-    """Return whether `device` is a GPU (NVIDIA, AMD, Intel) with BF16 arithmetic. If so, `"auto"` is this backend."""
+    """Return whether `device` is a GPU (NVIDIA, AMD, Intel) with BF16 arithmetic, where `"auto"` is this backend."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)

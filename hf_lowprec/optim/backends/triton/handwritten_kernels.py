@@ -1,14 +1,14 @@
 """The handwritten Triton functions, which do not depend on the spec; `triton_source.py` renders the others.
 
-Imported on first use, because this module imports Triton.
+This module is imported on first use, because it imports Triton.
 """
 
 import triton
 import triton.language as tl
 
 SMALLEST = tl.constexpr(2.0**-85)
-"""A finite sum of a chunk that is not below this is right: what the 2¹³ squares have lost to underflow, at most 2⁻¹⁵⁰
-each, is 2⁻⁵² of the sum. Any other sum is computed again, from scaled gradients.
+"""A finite sum of a chunk that is at least this large is right: what the 2¹³ squares have lost to underflow, at most
+2⁻¹⁵⁰ each, is 2⁻⁵² of the sum. Any other sum is computed again, from scaled gradients.
 """
 SCALE = tl.constexpr(2.0**80)
 """The squares of gradients below 2⁻⁴² times `SCALE`, and of any other gradients divided by it, fit FP32's exponents."""
@@ -35,7 +35,7 @@ def square_sum(
     if tl.float32 != DTYPE:
         if (total >= SMALLEST) & (total < float("inf")):
             tl.store(sums + chunk, total)
-        else:  # also of zeros, infinity and NaN
+        else:  # also for zeros, infinity and NaN
             scale = tl.where(total < SMALLEST, SCALE, 1 / SCALE)
             inverse = tl.where(total < SMALLEST, 1 / SCALE, SCALE).to(tl.float64)
             scaled = _chunk_sum(address, end - start, scale, DTYPE, CHUNK, BLOCK)
@@ -48,12 +48,12 @@ def square_sum(
 def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Sum `(scale·g)²` over the gradients of a chunk; FP64 scalar.
 
-    Many GPUs compute two FP64 operations per clock where they compute 128 in FP32. So squares of 16-bit gradients,
-    which are exact in FP32, are summed in pairs: FP32 sums, and FP32 sums of their exact rounding errors. FP64 takes
-    over above a thread. With u = 2⁻²⁴, a thread adds 8 squares in each of 8 lanes and then the lanes, in 10 levels of
-    exact errors of at most u times the thread's sum S. The sum of these errors, at most 10·u·S, is rounded at 12 levels
-    by at most u each, so the thread's result is off by at most 120·u²·S = 2⁻⁴¹·S. For BF16 it is exact if no square but
-    zero is below 2⁻²⁸·S, because all errors are then multiples of 2⁻⁴⁴·S. Squares of FP32 gradients are summed in FP64.
+    Many GPUs compute two FP64 operations per clock but 128 in FP32. So squares of 16-bit gradients, which are exact in
+    FP32, are summed in pairs: FP32 sums, and FP32 sums of their exact rounding errors. Sums over threads are in FP64.
+    With u = 2⁻²⁴, a thread adds 8 squares in each of 8 lanes and then the lanes, in 10 levels of exact errors of at
+    most u times the thread's sum S. The sum of these errors, at most 10·u·S, is rounded at 12 levels by at most u each,
+    so the thread's result is off by at most 120·u²·S = 2⁻⁴¹·S. For BF16, it is exact if no nonzero square is below
+    2⁻²⁸·S, because all errors are then multiples of 2⁻⁴⁴·S. Squares of FP32 gradients are summed in FP64.
     """
     itemsize: tl.constexpr = DTYPE.primitive_bitwidth // 8
     STORAGE: tl.constexpr = tl.uint16 if tl.bfloat16 == DTYPE else DTYPE
@@ -73,7 +73,7 @@ def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constex
             high, low = _add_squares(high, low, _upcast(values, SUM_DTYPE) * scale)
     if tl.float32 == SUM_DTYPE:
         return sum_of_pairs(high, low, BLOCK)
-    else:  # for Triton, what follows a `return` is compiled as well
+    else:  # Triton also compiles what follows a `return`
         return tl.sum(high)
 
 
@@ -91,22 +91,22 @@ def _add_squares(high, low, values):
     if tl.float64 == high.dtype:
         return tl.fma(values, values, high), low
     total = tl.fma(values, values, high)
-    negated = high - total  # minus the square, as far as it is in the total
+    negated = high - total  # minus the part of the square that is in the total
     error = (high - (total + negated)) + tl.fma(values, values, negated)
     return total, low + error
 
 
 @triton.jit
 def two_sum(first, second):
-    """The FP32 sum of two numbers and its exact rounding error (Knuth). Rendered kernels call this, too."""
+    """Return the FP32 sum of two numbers and its exact rounding error (Knuth). Rendered kernels call this, too."""
     total = first + second
-    negated = first - total  # minus the second, as far as it is in the total
+    negated = first - total  # minus the part of the second that is in the total
     return total, (first - (total + negated)) + (second + negated)
 
 
 @triton.jit
 def sum_of_pairs(high, low, COUNT: tl.constexpr):
-    """Sum COUNT pairs, FP32 sums and sums of their errors, of which each thread has eight neighbors; FP64 scalar."""
+    """Sum COUNT pairs (FP32 sums, and sums of their errors), eight neighbors per thread; FP64 scalar."""
     for level in tl.static_range(3):
         high, low = _add_neighbors(high, low, COUNT >> (level + 1))
     low = tl.where(high < float("inf"), low, 0.0)  # the error of an infinite sum is NaN
@@ -123,19 +123,19 @@ def _add_neighbors(high, low, COUNT: tl.constexpr):
 
 
 LARGEST = tl.constexpr(2**14)
-"""More than a chunk has elements."""
+"""A number larger than the elements of a chunk."""
 
 
 @triton.jit
 def places_of_factors(index, first_row, first_column, rows, columns):
-    """The rows and the places of columns of some elements, counted from the row and the matrix in which a chunk begins.
+    """Return the places of row and column factors of elements, counted from the row and matrix where a chunk begins.
 
     Args:
         index: the elements, counted from the chunk's first one; int32 tensor.
         first_row: the row of the chunk's first element in its matrix.
         first_column: its column.
-        rows: of a matrix.
-        columns: of a matrix.
+        rows: the rows of a matrix.
+        columns: the columns of a matrix.
 
     Returns:
         `(row, column)`: int32 tensors. The columns of a later matrix are counted on.
@@ -146,11 +146,11 @@ def places_of_factors(index, first_row, first_column, rows, columns):
 
 @triton.jit
 def _quotient(index, first, divisor):
-    """`(first + index) // divisor`, for `first < divisor` and `index` in [0, LARGEST).
+    """Compute `(first + index) // divisor`, for `first < divisor` and `index` in [0, LARGEST).
 
-    A GPU has no integer division, and computes one in about twenty instructions. Here FP32 is exact enough: because of
-    the half, what is cut to an integer is at least 1 / (2·divisor) away from one, and is off by less than 2⁻⁹ / divisor
-    and 2⁻²¹. A divisor above LARGEST is exceeded once at most, so only the sign of what comes `after` counts then.
+    A GPU has no integer division, and computes one in about twenty instructions. Here, FP32 is exact enough: because of
+    the half, the number that is truncated is at least 1 / (2·divisor) away from an integer, and its error is less than
+    2⁻⁹ / divisor and 2⁻²¹. A divisor above LARGEST is exceeded at most once, so then only the sign of `after` counts.
     """
     after = index - tl.minimum(divisor - first, LARGEST)
     inverse = tl.div_rn(1.0, tl.minimum(divisor, LARGEST).to(tl.float32))

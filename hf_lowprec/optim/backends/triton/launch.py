@@ -2,7 +2,7 @@
 
 A model has hundreds of tensors, and launching a kernel for each would take the host longer than the device needs to
 step a billion parameters. Instead, a table of pointers and tables of chunks are sent to the device, and one program
-per chunk looks up its tensors. Whole aligned chunks are a launch, and ragged ones are another (`tables.py`).
+per chunk looks up its tensors. One launch steps whole aligned chunks, and another ragged ones (`tables.py`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ TAIL = BLOCK // 4
 """Elements per iteration of a `tensor_sum` whose accesses are masked and narrow; few, so that it needs no extra
 registers."""
 WAVES_PER_SIMD = 4
-"""Wavefronts for which a SIMD unit of AMD's data-center GPUs has registers, with states in 8 bits: 128 for each thread.
-The compiler would take a few more, and save no instructions. With 8 bytes per element or less, it takes far fewer.
+"""Wavefronts for which a SIMD unit of AMD's data-center GPUs has registers, with states in 8 bits: 128 per thread. The
+compiler would use a few more registers, without saving instructions. With at most 8 bytes per element, it uses far
+fewer.
 """
 WARPS = 4
-"""Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
+"""Warps per program for warps of 32 threads; half as many for warps of 64, as on AMD's data-center GPUs."""
 
 
 class _StepInputs(NamedTuple):
     """The inputs that all launches of a step share.
 
     Attributes:
-        chunks: from which each launch takes its entries' chunks.
+        chunks: the chunks, from which each launch takes those of its entries.
         arguments: the tables that the kernels take after them.
     """
 
@@ -61,7 +62,7 @@ class TritonStep(BackendStep):
 
     Attributes:
         step_kernel: the Triton function that steps a whole chunk.
-        ragged_kernel: the one that steps a ragged chunk.
+        ragged_kernel: the Triton function that steps a ragged chunk.
 
     Raises:
         TritonError: Triton is not installed, does not run on the group's device, or cannot compile a kernel for it.
@@ -79,8 +80,8 @@ class TritonStep(BackendStep):
         self._compile()
 
     def _compile(self) -> None:
-        """Compile and load every kernel of a step: once one of them has changed weights, the others must not fail."""
-        # The dtypes of the kernels' tables: `warmup` takes them in place of tensors.
+        """Compile and load every kernel of a step: after one of them has changed weights, the others must not fail."""
+        # The dtypes of the kernels' tables, which `warmup` takes instead of tensors.
         chunks = segments = pointers = counts = torch.int64
         scalars, enabled, sums = torch.float32, torch.int32, torch.float64
         step_tables = (chunks, segments, pointers, scalars, counts, enabled)
@@ -118,7 +119,7 @@ class TritonStep(BackendStep):
         group, (chunks, arguments) = self.fused_group, self._step_inputs()
         whole, ragged = chunks.of_entries(entries)
         with _on(group.device):
-            if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
+            if len(ragged) > 0:  # first, so that nothing waits for its few slow programs
                 self.ragged_kernel[(len(ragged),)](ragged, *arguments, **self._options.step_ragged)
             if len(whole) > 0:
                 self.step_kernel[(len(whole),)](whole, *arguments, **self._options.step)
@@ -126,7 +127,7 @@ class TritonStep(BackendStep):
         increment_version(group.weights[entries.start : entries.stop])
 
     def _step_inputs(self) -> _StepInputs:
-        """The inputs of this step's launches, made on the first launch."""
+        """Return the inputs of this step's launches, which the first launch makes."""
         if self._inputs is None:
             group, tables = self.fused_group, self._tables.of_step()
             enabled = self._tables.always_enabled if group.enabled is None else group.enabled.to(torch.int32)
@@ -136,7 +137,7 @@ class TritonStep(BackendStep):
         return self._inputs
 
     def square_sum(self) -> Tensor:
-        """The sum of the squares of the group's gradients; FP64 scalar on its device."""
+        """Return the sum of the squares of the group's gradients; FP64 scalar on its device."""
         group, chunks, segments = self.fused_group, self._tables.all_chunks, self._tables.segments
         sums = torch.empty(len(chunks), dtype=torch.float64, device=group.device)
         if len(chunks) > 0:
@@ -146,7 +147,7 @@ class TritonStep(BackendStep):
         return sums.sum()
 
     def tensor_sums(self) -> Tensor:
-        """The sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on the group's device."""
+        """Return the sums of `spec.tensor_means` over each parameter; FP64 of shape (entries, means) on its device."""
         group, chunks, segments = self.fused_group, self._tables.all_chunks, self._tables.segments
         sums = torch.empty(len(chunks), len(group.spec.tensor_means), dtype=torch.float64, device=group.device)
         if len(chunks) > 0:
@@ -158,7 +159,7 @@ class TritonStep(BackendStep):
         return sum_by_entry(sums, self._tables.chunks_per_entry)
 
     def matrix_sums(self) -> dict[int, MatrixSums]:
-        """The sums of `spec.factored` over rows and columns, by position of the entry, but for stacks of small ones."""
+        """Return the sums of `spec.factored` over rows and columns, by the entry's position, except small stacks."""
         tiles, group = self._tiles, self.fused_group
         row_sums, column_sums = tiles.empty_sums()
         if len(tiles.table) > 0:
@@ -204,8 +205,9 @@ def _kernel_options(spec: KernelSpec, device: torch.device) -> _KernelOptions:
 
 
 def waves_per_simd(spec: KernelSpec) -> int:
-    """Wavefronts that step whole chunks on one SIMD unit of AMD's data-center GPUs, as far as registers limit them; 0
-    where the compiler is free to choose.
+    """Return how many wavefronts step whole chunks on one SIMD unit of AMD's data-center GPUs, as registers allow.
+
+    Return 0 if the compiler may choose.
     """
     read = sum(dtype.itemsize for dtype in spec.tensors.values())
     return WAVES_PER_SIMD if spec.per_block_tensors and read > 8 else 0
@@ -220,7 +222,7 @@ def _warp_size(device: torch.device) -> int:
 
 
 def _square_sum() -> Any:
-    """The kernel `square_sum`, whose module imports Triton."""
+    """Return the kernel `square_sum`, whose module imports Triton."""
     from hf_lowprec.optim.backends.triton.handwritten_kernels import square_sum
 
     return square_sum
@@ -248,11 +250,11 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def kernels(spec: KernelSpec) -> Kernels:
-    """The Triton functions of `spec`, rendered once."""
+    """Return the Triton functions of `spec`, rendered once."""
     source = render(spec)
     description = " ".join([spec.update.__qualname__, spec.rounding, *map(dtype_name, spec.tensors.values())])
     name = f"<hf_lowprec {description} {hash(spec) & 0xFFFFFFFF:08x}>"
-    # Triton reads a function's source through `inspect`, which looks here.
+    # Triton reads a function's source through `inspect`, which looks in this cache.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": f"{__name__}.{os.path.basename(name)}"}
     exec(compile(source, name, "exec"), namespace)

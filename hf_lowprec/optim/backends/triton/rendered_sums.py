@@ -82,10 +82,10 @@ def tensor_sum(
 
 
 def render_tensor_sum(spec: KernelSpec) -> str:
-    """The Python source of the kernel `tensor_sum`, which needs the header of `triton_source.render`.
+    """Render the Python source of the kernel `tensor_sum`, which needs the header of `triton_source.render`.
 
     Args:
-        spec: it must have `tensor_means`.
+        spec: a spec with `tensor_means`.
     """
     graph = trace_tensor_means(spec)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
@@ -120,18 +120,18 @@ def render_tensor_sum(spec: KernelSpec) -> str:
 
 
 def _masks(spec: KernelSpec) -> list[str]:
-    """Statements that say which elements, and which scales, of an iteration are there."""
+    """Write statements that say which elements, and which scales, of an iteration exist."""
     masks = ["mask = offset + lanes < count"]
     return [*masks, f"block_mask = offset + blocks * {BLOCK} < count"] if spec.per_block_tensors else masks
 
 
 def _aligned(spec: KernelSpec, names: Iterable[str]) -> str:
-    """The addresses that must be multiples of 16 for wide accesses, combined."""
+    """Return the addresses that must be multiples of 16 for wide accesses, combined."""
     return " | ".join(f"{name}_address" for name in names if name not in (*spec.per_block_tensors, *FACTORS))
 
 
 TILE_ROWS = 1024
-"""Rows of a tile, at most; many, so that its sums take little memory."""
+"""The largest number of rows of a tile; many, so that its sums take little memory."""
 
 _MATRIX_SUM = """
 
@@ -181,10 +181,10 @@ def matrix_sum(tiles, pointers, scalars, row_sums, column_sums, BLOCK: tl.conste
 
 
 def render_matrix_sum(spec: KernelSpec) -> str:
-    """The Python source of the kernel `matrix_sum`, which needs the header of `triton_source.render`.
+    """Render the Python source of the kernel `matrix_sum`, which needs the header of `triton_source.render`.
 
     Args:
-        spec: it must have a `factored` formula.
+        spec: a spec with a `factored` formula.
     """
     graph = trace_factored(spec)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]

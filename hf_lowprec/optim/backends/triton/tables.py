@@ -1,13 +1,12 @@
 """The tables of a fused group on the device, which the kernels of the `triton` backend read.
 
-Segments are sent once. Pointers, scalars and counts are sent in every step, unless scalars and counts are on the device
-already, and chunks if the alignment of an address has changed.
+Segments are sent once. Pointers are sent in every step, as are scalars and counts unless they are on the device
+already; chunks are sent if the alignment of an address has changed.
 
 Chunks are whole and aligned, or ragged. Two kernels step them. One promises the compiler that every tensor lies on a
-16-byte boundary and that all elements are there, so each access has 128 bits and nothing is masked. The other takes
-what is left: ends of segments, and tensors on other boundaries, such as gradients that are views into a bucket. A
-ragged chunk has no more elements than a program handles at once, because ragged chunks are few, and a long one would be
-waited for.
+16-byte boundary and that all elements exist, so each access has 128 bits and nothing is masked. The other takes the
+rest: ends of segments, and tensors on other boundaries, such as gradients that are views into a bucket. A ragged chunk
+has no more elements than a program handles at once: ragged chunks are few, and the step would wait for a long one.
 
 If all tensors of a segment are misaligned by the same number of elements, only these elements are ragged.
 """
@@ -26,7 +25,7 @@ from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import Segments, parts_of_runs
 
 BOUNDARY = 16
-"""Bytes: where accesses of 128 bits begin."""
+"""The boundary at which accesses of 128 bits begin, in bytes."""
 
 
 class DeviceTables:
@@ -40,7 +39,7 @@ class DeviceTables:
     Args:
         fused_group: the group.
         whole_size: elements of a whole chunk.
-        ragged_size: elements of a ragged chunk, at most.
+        ragged_size: the largest number of elements of a ragged chunk.
     """
 
     def __init__(self, fused_group: FusedGroup, whole_size: int, ragged_size: int) -> None:
@@ -53,7 +52,7 @@ class DeviceTables:
         self._chunks: ChunkTables | None = None
 
     def of_step(self) -> StepTables:
-        """This step's tables, sent on the first call of a step."""
+        """Return this step's tables, which the first call of a step sends."""
         if self._of_step is None:
             group = self._group
             if group.scalars_on_device:
@@ -68,9 +67,9 @@ class DeviceTables:
         self._of_step = None
 
     def chunks(self) -> ChunkTables:
-        """The chunks for this step's addresses; divided again, and sent, if their alignment has changed.
+        """Return the chunks for this step's addresses. If their alignment has changed, divide and send them again.
 
-        Gradients may be new tensors in every step, but hardly ever with another alignment.
+        Gradients may be new tensors in every step, but rarely with another alignment.
         """
         now = _alignment(self._group.pointers())
         if self._chunks is None or not torch.equal(self._chunks.alignment, now):
@@ -84,7 +83,7 @@ class DeviceTables:
         return group.segments.chunks_per_entry(self._host_chunks, len(group.entries)).to(group.device)
 
     def _divided(self, now: Tensor) -> ChunkTables:
-        """The chunks for addresses of this alignment."""
+        """Divide the group into chunks for addresses of this alignment."""
         group = self._group
         chunks = divide(group.spec, group.segments, now, self._whole_size, self._ragged_size)
         whole_bounds = _bounds(group.segments.entry_index[chunks.whole[:, 0]], len(group.entries))
@@ -107,11 +106,11 @@ class ChunkTables(NamedTuple):
     """The chunks of a fused group on the device; see `Chunks`.
 
     Attributes:
-        alignment: of the addresses for which they were made.
+        alignment: the alignment of the addresses for which they were made.
         whole: the table of whole chunks.
-        ragged: that of ragged chunks.
-        whole_bounds: the first whole chunk of each entry, as a position in the table, and at last the end of all.
-        ragged_bounds: the same of ragged chunks.
+        ragged: the table of ragged chunks.
+        whole_bounds: the first whole chunk of each entry, as a position in the table, and finally the end of all.
+        ragged_bounds: the same for ragged chunks.
     """
 
     alignment: Tensor
@@ -121,7 +120,7 @@ class ChunkTables(NamedTuple):
     ragged_bounds: list[int]
 
     def of_entries(self, entries: range) -> Chunks:
-        """The chunks of some consecutive entries."""
+        """Return the chunks of some consecutive entries."""
         if entries == range(len(self.whole_bounds) - 1):
             return Chunks(self.whole, self.ragged)
         whole, ragged = (
@@ -135,7 +134,7 @@ class Chunks(NamedTuple):
 
     Attributes:
         whole: int64 of shape (chunks, 2): segment, and first element in the tensors of its entry.
-        ragged: int64 of shape (chunks, 4): position of its entry, segment, first element, the element after its last.
+        ragged: int64 of shape (chunks, 4): position of the entry, segment, first element, the element after the last.
     """
 
     whole: Tensor
@@ -146,11 +145,11 @@ def divide(spec: KernelSpec, segments: Segments, pointers: Tensor, chunk: int, b
     """Divide a fused group into chunks.
 
     Args:
-        spec: of the group.
-        segments: of the group.
+        spec: the group's spec.
+        segments: the group's segments.
         pointers: addresses of the entries' tensors, or their `_alignment`; int64 of shape (entries, tensors).
         chunk: elements of a whole chunk.
-        block: elements of a ragged chunk, at most.
+        block: the largest number of elements of a ragged chunk.
     """
     first, end = segments.first, segments.end
     head, aligned = _heads(spec, segments, pointers)
@@ -168,14 +167,14 @@ def divide(spec: KernelSpec, segments: Segments, pointers: Tensor, chunk: int, b
 
 
 def _heads(spec: KernelSpec, segments: Segments, pointers: Tensor) -> tuple[Tensor, Tensor]:
-    """For each segment, its elements before the first one that is on a boundary in all tensors, and if there is one.
+    """Count each segment's elements before the first one on a boundary in all tensors; also return where there is one.
 
-    Where there is none, the head has no elements. Scales of states in 8 bits are read one by one, wherever they are.
+    Without one, the head has no elements. Scales of states in 8 bits are read one by one, on any boundary.
     """
     columns = [k for k, name in enumerate(spec.tensors) if name not in (*spec.per_block_tensors, *FACTORS)]
     sizes = torch.tensor([dtype.itemsize for dtype in spec.tensors.values()], device="cpu")[columns]
     addresses = pointers[:, columns][segments.entry_index] + segments.first[:, None] * sizes
-    # Where the tensor with the smallest elements is on a boundary, the others can be.
+    # Where the tensor with the smallest elements is on a boundary, the others can be, too.
     smallest = int(sizes.argmin())
     head = _alignment(-addresses[:, smallest]) // sizes[smallest]
     if spec.per_block_tensors:
@@ -185,12 +184,12 @@ def _heads(spec: KernelSpec, segments: Segments, pointers: Tensor) -> tuple[Tens
 
 
 def _alignment(pointers: Tensor) -> Tensor:
-    """Bytes by which addresses exceed a boundary. All that `divide` has to know of them."""
+    """Return the bytes by which addresses exceed a boundary, which is all that `divide` needs."""
     return pointers & (BOUNDARY - 1)
 
 
 def _bounds(entry_of_row: Tensor, entries: int) -> list[int]:
-    """The first row of each entry in a table that is in the order of the entries, and at last the end of all."""
+    """Return the first row of each entry in a table in the order of the entries, and finally the end of all."""
     return [0, *torch.bincount(entry_of_row, minlength=entries).cumsum(0).tolist()]
 
 
@@ -198,11 +197,11 @@ def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
     """Copy host tensors to `device` in one asynchronous transfer."""
     if device.type == "cpu":
         return [table.contiguous() for table in tables]
-    # Each begins on a boundary that Triton specializes for, whatever the sizes of the others.
+    # Each begins on a boundary that Triton specializes for, whatever the others' sizes.
     ends = [0]
     for table in tables:
         ends.append(ends[-1] + -(-table.nbytes // 256) * 256)
-    # Memory from torch's pinned allocator is not used again before the copy is done.
+    # torch's pinned allocator does not reuse memory before the copy is done.
     packed = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
     for table, begin in zip(tables, ends[:-1], strict=True):
         packed[begin : begin + table.nbytes].view(table.dtype).view(table.shape).copy_(table)

@@ -46,7 +46,7 @@ STORE = {
 
 WHOLE_COLUMNS = ("segment", "start")
 RAGGED_COLUMNS = ("entry_index", "segment", "start", "end")
-"""The columns of the tables of whole chunks and of ragged ones; `end` is the element after the last."""
+"""The columns of the tables of whole and ragged chunks; `end` is the element after the last."""
 
 FACTORS = {ROW_FACTOR: "row", COLUMN_FACTOR: "column"}
 """The tensors with one element per row or column, and the variable that numbers the element."""
@@ -88,7 +88,7 @@ def {name}(
 
 
 def render_formula(name: str, traced: str, inputs: Sequence[str], graph: fx.Graph, integers: Collection[str]) -> str:
-    """Render a function that performs the operations of `graph`, which is a trace of `traced`."""
+    """Render a function that performs the operations of `graph`, a trace of `traced`."""
     lines, results = statements(graph, TRITON, integers)
     return _FORMULA.format(
         name=name, traced=traced, inputs=arguments(inputs, 4), body=indent(4, lines), results=", ".join(results)
@@ -96,10 +96,10 @@ def render_formula(name: str, traced: str, inputs: Sequence[str], graph: fx.Grap
 
 
 def number_elements(spec: KernelSpec) -> list[str]:
-    """Statements that number the elements that a program handles at once.
+    """Write statements that number the elements that a program handles at once.
 
-    If the spec has tensors with one element per block, which are scales, `lanes` is a matrix with a row per block, and
-    `blocks` is the column that numbers its rows. So a scale is computed, loaded and stored once per block.
+    If the spec has tensors with one element per block (scales), `lanes` is a matrix with a row per block, and `blocks`
+    is the column that numbers its rows. So a scale is computed, loaded and stored once per block.
     """
     if not spec.per_block_tensors:
         return ["lanes = tl.arange(0, BLOCK)"]
@@ -110,7 +110,7 @@ def number_elements(spec: KernelSpec) -> list[str]:
 
 
 def load_row(table: str, row: str, columns: Sequence[str], names: Collection[str] | None = None) -> list[str]:
-    """Statements that load one row of a table, each column into a variable of its name; with `names`, only these."""
+    """Write statements that load a row of a table, each column into a variable of its name, or only `names`."""
     return [
         f"{name} = tl.load({table} + {row} * {len(columns)} + {k})"
         for k, name in enumerate(columns)
@@ -119,7 +119,7 @@ def load_row(table: str, row: str, columns: Sequence[str], names: Collection[str
 
 
 def load_chunk_inputs(spec: KernelSpec, scalars: Sequence[str]) -> list[str]:
-    """Statements that look up the addresses and scalars of a chunk's parameter; addresses are the chunk's start."""
+    """Write statements that look up a chunk's addresses, at its start, and the scalars of its parameter."""
     lines = load_row("pointers", "entry_index", [f"{name}_address" for name in spec.tensors])
     lines += [
         f"{name}_address += start {f'// {BLOCK}' if name in spec.per_block_tensors else f'* {dtype.itemsize}'}"
@@ -138,19 +138,19 @@ def load_chunk_inputs(spec: KernelSpec, scalars: Sequence[str]) -> list[str]:
 
 
 def matrix_inputs(spec: KernelSpec) -> list[str]:
-    """Names of the variables that say where in a matrix a chunk begins, if the spec has factors of rows and columns."""
+    """Return the variables that say where in a matrix a chunk begins, if the spec has factors of rows and columns."""
     return ["first_row", "first_column", "rows", "columns"] if spec.factored else []
 
 
 def find_factors(spec: KernelSpec, index: str) -> list[str]:
-    """Statements that find `row` and `column`, the places of the factors of elements that `index` counts."""
+    """Write statements that find `row` and `column`, the places of the factors of elements that `index` counts."""
     if not spec.factored:
         return []
     return [f"row, column = places_of_factors({index}, {', '.join(matrix_inputs(spec))})"]
 
 
 def load_elements(spec: KernelSpec, names: Iterable[str], masked: bool) -> str:
-    """Statements that load elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
+    """Write statements that load elements of tensors, FP32 or int32, under a mask or with promised alignment."""
     names = list(names)
     pointers, values, converted = (
         [] if FACTORS.keys().isdisjoint(names) else find_factors(spec, "offset + lanes"),

@@ -1,8 +1,8 @@
 """Render a traced step as Triton: a program per chunk around one function that performs the traced operations.
 
-Addresses come from a table, so the compiler knows nothing about their alignment: the kernel `step` promises it,
-which gives 128-bit accesses, and its chunks are those for which the promise holds. All others are stepped by
-`step_ragged`, under a mask; see `tables.py`.
+Addresses come from a table, so the compiler knows nothing about their alignment. The kernel `step` promises it, which
+gives 128-bit accesses, and takes the chunks for which the promise holds. `step_ragged` steps all others, under a mask;
+see `tables.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from hf_lowprec.rounding.block_floats import BLOCK
 
 
 def render(spec: KernelSpec) -> str:
-    """The Python source of the kernels `step` and `step_ragged` for `spec` and, if it needs them, of `tensor_sum` and
-    `matrix_sum`.
+    """Render the kernels `step` and `step_ragged` for `spec` and, if needed, `tensor_sum` and `matrix_sum`, in Python.
 
     The `triton` backend executes it and launches the kernels.
     """
@@ -202,13 +201,13 @@ _TOGETHER = 8
 
 
 def _load_ragged_chunk(columns: Sequence[str]) -> list[str]:
-    """Statements that look up a ragged chunk and what its segment says of it."""
+    """Write statements that look up a ragged chunk and its segment's columns."""
     known = [name for name in columns if name not in RAGGED_COLUMNS]
     return load_row("chunks", "chunk", RAGGED_COLUMNS) + load_row("segments", "segment", columns, known)
 
 
 def _load_ragged(spec: KernelSpec) -> list[str]:
-    """Statements that load the elements of a ragged chunk, FP32 or int32."""
+    """Write statements that load the elements of a ragged chunk, FP32 or int32."""
     lines = find_factors(spec, "lanes")
     for name, dtype in spec.tensors.items():
         storage = f"tl.{STORAGE[dtype]}"
@@ -226,7 +225,7 @@ def _load_ragged(spec: KernelSpec) -> list[str]:
 
 
 def _store_ragged(spec: KernelSpec, stored: Mapping[str, str]) -> list[str]:
-    """Statements that store the new values of a ragged chunk: expressions by tensor."""
+    """Write statements that store the new values of a ragged chunk, given as expressions by tensor."""
     lines = []
     for name, value in stored.items():
         if name in spec.per_block_tensors:
