@@ -109,7 +109,7 @@ def _version() -> str:
 
 
 def register() -> None:
-    """Add the names of `OPTIMIZER_NAMES` to transformers now, and what they need to Trainer.
+    """Add the names in `OPTIMIZER_NAMES` to transformers now, and the support that they need to Trainer.
 
     There is rarely a reason to call it. Importing this package arranges that both happen as soon as transformers'
     modules are imported. Calling it again has no effect.

@@ -69,7 +69,7 @@ def cast_model(
       return FP32; a head is what `get_output_embeddings()` returns, or the model's last layer if `keep_fp32` names it.
     - A model that holds 16-bit tensors, and each model inside it, rounds the activations among its arguments to
       `dtype`. Labels, targets, positions, timesteps, weights, counts and all tensors with fewer than two dimensions are
-      not rounded; timesteps and guidance scales are not even where the `forward` of a model outside transformers
+      not rounded; timesteps and guidance scales stay FP32 even where the `forward` of a model outside transformers
       converts them. Values that a module computes from such FP32 numbers are FP32, so on the first call that passes
       some, its children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`,
       and before any `torch.compile` if a model outside transformers takes integer timesteps.

@@ -1,7 +1,7 @@
-"""The arguments of optimizers: one table says which values each has, how text is read, and where it can be set.
+"""The arguments of optimizers: one table says which values each takes, how text is read, and where it can be set.
 
-`SHARED` are the keyword arguments of all optimizers, `COMMON` those of several algorithms. An algorithm says in
-`arguments` what is valid for its own; `complete_arguments` adds the defaults, which are in the signature.
+`SHARED` has the keyword arguments of all optimizers, `COMMON` those of several algorithms. The `arguments` of an
+algorithm say what is valid for its own; `complete_arguments` adds the defaults from the signature.
 
 Every message names the argument, its value and what is valid.
 """
@@ -48,7 +48,7 @@ READERS: dict[Any, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known of an argument.
+    """The values that an argument takes.
 
     Attributes:
         kind: the type of its value, or of the items of a tuple: `float` for numbers that FP32 can hold, `int`, `bool`,
@@ -70,11 +70,11 @@ class Argument:
     per_group: bool = True
 
     def value_of(self, given: Any) -> Any:
-        """The value, given as such or as text.
+        """Return the value that is given as a Python value or as text.
 
         Text is what configuration files and command lines hold: `"2e-5"`, `"false"`, `"0.9,0.95"`, `"int8"`, `"none"`.
-        Sequences and mappings may be of any class, and hold text. What is no value is returned as it is: `check`
-        refuses it.
+        Sequences and mappings may be of any class, and hold text. Anything else is returned unchanged, for `check` to
+        refuse.
         """
         if not isinstance(self.default, tuple):
             return None if self.default is None and _is_none(given) else self._read(given)
@@ -117,7 +117,7 @@ class Argument:
                 raise ValueError(f"{name}[{k}]={item!r}{problem}")
 
     def _problem(self, value: Any, place: str) -> str:
-        """What is wrong with one value, for the end of a message; empty if it is valid."""
+        """Return what is wrong with one value, as the end of a message; empty if it is valid."""
         if self.kind is bool:
             return "" if _is_boolean(value) else f"{place} is not True or False"
         if isinstance(self.kind, tuple):
@@ -142,13 +142,13 @@ class Argument:
 
 
 def split_items(text: str) -> list[str]:
-    """The items of a list or mapping as text: `a|b`, `a,b`, or as Python and YAML write it."""
+    """Return the items of a list or mapping in text: `a|b`, `a,b`, or as Python and YAML write it."""
     text = re.sub(r"[\s'\"]", "", text)
     return re.split(r"[,|]", re.sub(r"^[(\[{](.*)[)\]}]$", r"\1", text))
 
 
 def dtype_of(value: Any) -> Any:
-    """The dtype of states whose name is `value`. Other values are returned as they are."""
+    """Return the state dtype that `value` names. Other values are returned unchanged."""
     return _DTYPES.get(value.strip().lower().removeprefix("torch."), value) if isinstance(value, str) else value
 
 
@@ -256,11 +256,11 @@ EXCLUSIONS: list[tuple[Callable[[Any], bool], str]] = [
         "backend='triton' steps on a GPU, but offload_states=True steps on the CPU; use 'auto'",
     ),
 ]
-"""Which `EXECUTION_ARGUMENTS` exclude each other, and what to do instead."""
+"""Combinations of `EXECUTION_ARGUMENTS` that do not work, and what to do instead."""
 
 
 def check_execution_arguments(optimizer: Any) -> None:
-    """Raise ValueError if one of the `EXECUTION_ARGUMENTS` of `optimizer` is invalid, or excluded by another one."""
+    """Raise ValueError if one of the `EXECUTION_ARGUMENTS` of `optimizer` is invalid, alone or with another one."""
     for name in EXECUTION_ARGUMENTS:
         SHARED[name].check(name, getattr(optimizer, name))
     for excluded, message in EXCLUSIONS:
@@ -269,7 +269,7 @@ def check_execution_arguments(optimizer: Any) -> None:
 
 
 def hint(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about the unknown argument `name`: what to use instead, or the closest of `valid`."""
+    """Return the end of a message about the unknown argument `name`: what to use instead, or the closest of `valid`."""
     if name in FOREIGN_ARGUMENTS:
         return f": {FOREIGN_ARGUMENTS[name]}"
     near = difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
@@ -277,7 +277,7 @@ def hint(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def full_signature(cls: Any) -> Signature:
-    """The signature of an optimizer class with `**shared` replaced by `SHARED`, for `help()`, editors and `inspect`."""
+    """Return the signature of an optimizer class, with `SHARED` in place of `**shared`, for `help()` and editors."""
     parameters = list(signature(cls.__init__).parameters.values())[1:]  # without self
     if parameters[-1].kind is Parameter.VAR_KEYWORD:
         parameters[-1:] = [
@@ -288,9 +288,9 @@ def full_signature(cls: Any) -> Signature:
 
 
 def complete_arguments(cls: Any) -> dict[str, Argument]:
-    """The arguments of an optimizer class by name: those of its signature but for the parameters, and its flags.
+    """Return the arguments of an optimizer class by name: those of its signature, without `params`, and its flags.
 
-    What is valid is in `SHARED`, `COMMON` and the `arguments` of the class; else the default says it.
+    `SHARED`, `COMMON` and the `arguments` of the class say what is valid; for other arguments, the default does.
     """
     known = {**SHARED, **COMMON}
     for base in reversed(cls.__mro__):
@@ -302,11 +302,11 @@ def complete_arguments(cls: Any) -> dict[str, Argument]:
 
 
 def values_of(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of what is `given`, by name, as Python values or text. What is no argument is returned as it is."""
+    """Return the values of arguments that are given as Python values or text. Other names are returned unchanged."""
     known = cls.arguments
     return {name: known[name].value_of(value) if name in known else value for name, value in given.items()}
 
 
 def keywords(cls: Any) -> dict[str, Any]:
-    """The keyword arguments of an optimizer class and their defaults."""
+    """Return the keyword arguments of an optimizer class and their defaults."""
     return {name: argument.default for name, argument in cls.arguments.items() if name not in cls.flags}

@@ -42,7 +42,7 @@ def initialize_deepspeed(
     """Call `deepspeed.initialize` with an optimizer of hf_lowprec, which works under ZeRO 1, 2 and 3.
 
     - Given equal gradients, weights and states equal those of one process bit for bit: every element keeps its random
-      bits and its block of a state in 8 bits.
+      bits. States in 8 bits become BF16 where a partition cuts their block.
     - Gradients are sent in BF16 and summed in FP32, in rank order, and the mean is rounded once.
     - `gradient_clipping` is applied inside the step, by an FP32 norm, and does not round gradients.
     - Checkpoints of the engine hold FP32 weights: `zero_to_fp32.py` gives all bits. They resume bit for bit with the

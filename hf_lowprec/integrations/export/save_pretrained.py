@@ -56,7 +56,7 @@ def save_pretrained(
     processing_class: Any = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a model folder with the best FP32 estimate of every weight, `weight + compensation`.
+    """Write a model folder with the best FP32 estimate of every weight, as `fp32_state_dict` computes it.
 
     `from_pretrained(save_directory)`, without further arguments, loads exactly these weights: config.json has their
     dtype. For a PEFT model, this function writes the adapters. The model is not changed.

@@ -55,7 +55,7 @@ def start_with_low_bits(low_bits_state: Tensor, param: Tensor) -> None:
 
 
 def initial_values(optimizer: Algorithm) -> Counter[str]:
-    """Count the elements of 16-bit parameters by what their compensation or remainder starts, or has started, with.
+    """Count the elements of 16-bit parameters by what their compensation or remainder starts with, or started with.
 
     Kinds: "low bits", "zero" and "values of a checkpoint or of earlier steps".
     """
@@ -74,9 +74,9 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
 
 @without_grad
 def reset_low_bits_of_other_weights(optimizer: Algorithm) -> int:
-    """Set compensations and remainders to zero whose weights have been replaced since the last step.
+    """Set the compensations and remainders of weights that were replaced since the last step to zero.
 
-    `load_state_dict` of a cast model notes it, see `note_loading`.
+    The cast model's `load_state_dict` records which these are (`note_loading`).
 
     Returns:
         The number of parameters whose compensation or remainder was not zero.
@@ -90,10 +90,10 @@ def reset_low_bits_of_other_weights(optimizer: Algorithm) -> int:
 
 
 def zero_low_bits_of_other_weights(states: dict[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
-    """As `reset_low_bits_of_other_weights`, in a copy of `optimizer.state` that is to be saved.
+    """Do the same as `reset_low_bits_of_other_weights` in a copy of `optimizer.state` that is to be saved.
 
     Args:
-        states: the entries of the parameters. They are not changed, but replaced.
+        states: the entries of the parameters. They are replaced, not changed in place.
         keys: the parameters, each with the key of its entry.
     """
     for param, key in keys if LOADED else ():
@@ -103,7 +103,7 @@ def zero_low_bits_of_other_weights(states: dict[Any, Any], keys: Iterable[tuple[
 
 
 def low_bits_state(optimizer_state: Mapping[str, Any]) -> Tensor | None:
-    """The compensation or remainder in a parameter's entry of `optimizer.state`; None if there is none."""
+    """Return the compensation or remainder in a parameter's entry of `optimizer.state`, or None."""
     return next((optimizer_state[name] for name in LOW_BITS_STATES if name in optimizer_state), None)
 
 
@@ -113,13 +113,13 @@ def store_sums(
     held: Tensor,
     rounded: Callable[[Tensor, slice], Tensor] | None = None,
 ) -> None:
-    """Store what a parameter and `held` hold together in the parameter and `low_bits`.
+    """Store the FP32 sum of a parameter and `held` in the parameter and `low_bits`.
 
     Args:
         param: the 16-bit parameter.
-        low_bits: see `_store_values`, as for `rounded`.
+        low_bits: as for `_store_values`.
         held: low bits of any form for `param`; a DTensor or this rank's shard.
-        rounded: see there.
+        rounded: as for `_store_values`.
     """
     flat = local_shard(held).contiguous().view(-1)
     _store_values(param, low_bits, lambda weight, part: fp32_value(weight, flat[part].to(weight.device)), rounded)
@@ -151,7 +151,7 @@ def _store_values(
     values: Callable[[Tensor, slice], Tensor],
     rounded: Callable[[Tensor, slice], Tensor] | None = None,
 ) -> None:
-    """Store FP32 values in a parameter, part by part. It is written to only where that changes it.
+    """Store FP32 values in a parameter, part by part, writing only where the stored values change.
 
     Args:
         param: the parameter.
@@ -188,17 +188,17 @@ CHANGE_STEP, CHANGE_ROLE = 0, 1
 
 
 def states_of_other_modes(group: Mapping[str, Any], optimizer_state: Mapping[str, Any]) -> set[str]:
-    """Names of the states that a 16-bit parameter has from a rounding mode that its group had before."""
+    """Return the names of the states that a 16-bit parameter has from an earlier rounding mode of its group."""
     own = {state.name for state in MODES[group["rounding"]].auxiliary}
     return (AUXILIARY_STATES.keys() - own) & optimizer_state.keys()
 
 
 def convert_states(optimizer_state: dict[str, Any], param: Tensor, group: Mapping[str, Any], number: int) -> None:
-    """Store the value of a parameter that has been trained in another mode in the mode of `group`.
+    """Convert a parameter that was trained in another mode to the mode of `group`.
 
-    Under Kahan summation, the value is `weight + compensation`; of split weights it is the master. It is rounded once,
-    or stored as a new pair. That happens before the next step after a group was given another mode, or a checkpoint of
-    another mode was loaded, since weights may be loaded after the optimizer.
+    With Kahan summation, its value is `weight + compensation`; with split weights, the master weight. It is rounded
+    once, or stored as a new pair. This happens before the next step, and not when the mode changes or a checkpoint of
+    another mode is loaded, since weights may be loaded after the optimizer.
 
     Args:
         optimizer_state: its entry in `optimizer.state`, with the states of the new mode.
@@ -254,7 +254,7 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """
     estimate = fp32_estimates(model, optimizer)
     warn_of_weights_as_stored(model, optimizer)
-    # With the parameters themselves: wrappers, as those of activation checkpointing, are in their names elsewhere.
+    # From the parameters, since wrappers, such as those of activation checkpointing, add to names elsewhere.
     return {name: estimate(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
@@ -282,7 +282,7 @@ def is_cut(optimizer: Any) -> bool:
 
 
 def _estimates_of_parts(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
-    """`fp32_estimates` of an optimizer that has parts of the model's parameters, others on each rank.
+    """Do the same as `fp32_estimates` for an optimizer that has other parts of the model's parameters on each rank.
 
     Every rank must call this function, and then the one that it returns, with the same tensors in the same order.
     """
@@ -316,7 +316,7 @@ def fp32_estimator(optimizer: Any) -> Callable[[Tensor], Tensor]:
 
     @without_grad
     def estimate(tensor: Tensor) -> Tensor:
-        """An FP32 copy of a parameter or buffer, with all that is stored of it; other dtypes as they are."""
+        """Return an FP32 copy of a parameter or buffer, with all that is stored of it; other dtypes unchanged."""
         if not tensor.is_floating_point():
             return tensor
         held = None
@@ -357,10 +357,10 @@ def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers.
+    """Return the optimizer inside wrappers.
 
     Raises:
-        TypeError: it is no optimizer.
+        TypeError: it is not an optimizer.
     """
     unwrapped = unwrap_optimizer(optimizer)
     if not isinstance(unwrapped, torch.optim.Optimizer):

@@ -24,10 +24,11 @@ def export(
 ) -> None:
     """Write a checkpoint as a standard model folder, for from_pretrained and other programs.
 
-    With Kahan summation, each weight is weight + compensation, which has about
-    16 significant bits. The checkpoint may be from one process, DDP or FSDP2,
-    full or sharded. For a PEFT model, it writes the adapters. Tokenizer and
-    generation config are copied. The training script is not needed.
+    With split weights, each weight is the exact FP32 weight; with Kahan
+    summation, weight + compensation, which has about 16 significant bits. The
+    checkpoint may be from one process, DDP, FSDP2 or DeepSpeed's ZeRO, full or
+    sharded. For a PEFT model, it writes the adapters. Tokenizer and generation
+    config are copied. The training script is not needed.
 
     float32 writes these weights, and config.json says float32. bfloat16 rounds
     each up or down at random, so that small changes are kept on average; what
