@@ -181,7 +181,7 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
 
 def warn_of_fp32_weights(optimizer: Algorithm) -> None:
     """Warn if all weights are FP32 although the rounding mode is only for BF16; a few FP32 vectors are norms."""
-    modes = {group["rounding"] for group in optimizer.param_groups} & {"split", "stochastic"}
+    modes = {group["rounding"] for group in optimizer.param_groups if optimizer.warns_of_fp32} & {"split", "stochastic"}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if modes and all(param.dtype == torch.float32 for param in params) and any(param.dim() > 1 for param in params):
         warnings.warn(

@@ -41,7 +41,7 @@ def test_the_optimizer_decides_the_exit_status(model, options, status):
     ("lr", "advice"),
     [
         (1e-6, 'Use optim="lion_bf16_split": it stores the FP32 weights'),
-        (1e-2, 'Use optim="lion_bf16_sr": it needs no remainder, and its noise is small'),
+        (1e-2, 'Use optim="lion_bf16_split", which loses no update, or "lion_bf16_sr",\nwhich takes 2 bytes less'),
         (1e-11, "Raise the learning rate"),
     ],
 )

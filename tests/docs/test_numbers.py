@@ -62,8 +62,8 @@ def at_a_glance() -> list[str]:
 def _speed_at_a_glance() -> list[str]:
     on_h200 = gpus()[1]
     steps = {found["optimizer"]: f"{found['device_ms']:.1f}" for found in on_h200["step_1b"]["rows"]}
-    speeds = {found["way"]: found["tokens_per_second"] for found in on_h200["training"][0]["rows"]}
-    first = next(iter(speeds.values()))
+    training = {found["way"]: found for found in on_h200["training"][0]["rows"]}
+    autocast = next(iter(training.values()))
     ways = (
         ("torch AdamW, fused, with autocast", "torch AdamW, FP32, fused"),
         ("torch AdamW, fused, after `model.to(torch.bfloat16)`", "torch AdamW, BF16, fused"),
@@ -73,10 +73,12 @@ def _speed_at_a_glance() -> list[str]:
     )
     found = []
     for label, optimizer in ways:
-        speed = speeds.get(optimizer.replace("hf_lowprec AdamW,", "BF16, hf_lowprec"))
-        speed = first if "FP32" in optimizer else speed
-        found.append(row(label, steps[optimizer], "" if speed is None else f"{speed / first:.2f}"))
-    return [re.sub(r"\|  (?=\|)", "| ", text) for text in found]
+        run = training.get(optimizer.replace("hf_lowprec AdamW,", "BF16, hf_lowprec"))
+        run = autocast if "FP32" in optimizer else run
+        speed = "–" if run is None else f"{run['tokens_per_second'] / autocast['tokens_per_second']:.2f}"
+        peak = "–" if run is None else f"{run['peak_gigabytes']:.1f}"
+        found.append(row(label, peak, speed, steps[optimizer]))
+    return found
 
 
 def losses_at_a_glance() -> list[str]:

@@ -7,13 +7,14 @@ import re
 from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import fully_shard
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments, training_args
 
 import hf_lowprec
 
@@ -60,6 +61,8 @@ def of_libraries(two_fake_ranks) -> dict[str, str]:
     provoke("expected m1 and m2 to have the same dtype", lambda: torch.zeros(2, 2) @ linear.weight)
     provoke("Got unsupported ScalarType BFloat16", lambda: linear.weight.detach().numpy())
     provoke("… is not a valid OptimizerNames", lambda: TrainingArguments(optim="adamw_bf16_khan"))
+    with patch.object(training_args, "is_torch_bf16_gpu_available", return_value=False):
+        provoke("Your setup doesn't support bf16/gpu.", lambda: TrainingArguments(bf16=True))
     parser = HfArgumentParser(TrainingArguments, exit_on_error=False)
     provoke("argument --optim: invalid choice: …", lambda: parser.parse_args(["--optim", "adamw_bf16_khan"]))
     half = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))

@@ -90,6 +90,13 @@ class LazyTensors(NamedTuple):
         return LazyTensors(infos, lambda name: self.read(stored_names[name]))
 
 
+def refuse_folder_of_checkpoints(folder: Path) -> None:
+    """Raise ValueError if `folder` has checkpoints in it, such as the `output_dir` of a run."""
+    inner = sorted(path.name for path in folder.glob("checkpoint[-_]*") if path.is_dir())
+    if inner:
+        raise ValueError(f"{str(folder)!r} is a folder of checkpoints; pass one of {', '.join(inner)}")
+
+
 def open_weights(folder: Path) -> LazyTensors:
     """Open the weights in `folder`; each tensor is read when it is asked for.
 
@@ -98,6 +105,7 @@ def open_weights(folder: Path) -> LazyTensors:
     """
     path = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
     if path is None:
+        refuse_folder_of_checkpoints(folder)
         raise ValueError(
             f"{str(folder)!r} has no weights that can be read (model.safetensors, {ADAPTER_WEIGHTS}, "
             f"{SHARDED_WEIGHTS}, pytorch_model.bin); pass a checkpoint of Trainer or of Accelerator.save_state"

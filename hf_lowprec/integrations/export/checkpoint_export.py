@@ -26,6 +26,7 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
     is_zero_checkpoint,
     open_weights,
     open_zero_weights,
+    refuse_folder_of_checkpoints,
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, read_parameter_names
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
@@ -74,8 +75,9 @@ class ExportReport(NamedTuple):
     notes: list[str]
 
     def __str__(self) -> str:
-        counts = f"{self.tensors} tensors, {self.dtype}; compensation or remainder added to {self.refined} of them"
-        return "\n".join([counts, *self.notes])
+        kept = " (float32 where training keeps it, as in norms)" * (self.dtype == "bfloat16")
+        counts = f"{self.tensors} tensors, {self.dtype}{kept}"
+        return "\n".join([f"{counts}; compensation or remainder added to {self.refined} of them", *self.notes])
 
 
 @torch.no_grad()
@@ -136,9 +138,7 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
     saved_by_accelerate = holds_others or (checkpoint / PARAMETERS_NAME).exists()
     if saved_by_accelerate and not any(checkpoint.glob("random_states_*.pkl")):  # they are written last
         raise ValueError(f"checkpoint={str(checkpoint)!r} is not finished: random_states_0.pkl is missing")
-    inner = sorted(path.name for path in checkpoint.glob("checkpoint[-_]*") if path.is_dir())
-    if inner:
-        raise ValueError(f"{str(checkpoint)!r} is a folder of checkpoints; pass one of {', '.join(inner)}")
+    refuse_folder_of_checkpoints(checkpoint)
 
 
 def _refining(optimizers: list[StoredOptimizer]) -> dict[str, StoredParameter]:

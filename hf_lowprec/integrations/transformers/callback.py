@@ -208,6 +208,7 @@ class LowPrecisionCallback(TrainerCallback):
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
         check_built_optimizer(args, optimizer)
+        optimizer.warns_of_fp32 = False  # `keep_fp32` asks for it, as for adapters
         if collector := collector_of(optimizer):
             if collector.stepped_in_parts:
                 check_gradient_release(args, args.max_grad_norm, optimizer.clip)

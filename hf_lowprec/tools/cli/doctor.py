@@ -62,7 +62,9 @@ def doctor(
     for mode, found in predicted.items():
         typer.echo(f"{mode:<12}{round(found.lost, 3) + 0.0:>12.1%}  {found.noise:5.2f}")  # + 0.0 makes 0 of -0
     typer.echo("\nnoise: random changes by rounding, relative to how far updates move the weights")
-    raise typer.Exit(int(not suits(predicted, run.rounding)))
+    if not suits(predicted, run.rounding):
+        typer.echo(f"exit status 1: {optim} ({run.rounding}) does not suit this run")
+        raise typer.Exit(1)
 
 
 def _check_machine() -> NoReturn:
