@@ -56,8 +56,8 @@ def cast_model(
     - norms, by class or by name;
     - rotary embeddings, Fourier features, and other modules with a buffer named `inv_freq`;
     - loss modules, by name, if they have no parameters or only scalar ones (a temperature);
-    - biases that choose experts, such as `e_score_correction_bias`, as single tensors;
-    - layers that compute a function of a matrix which torch lacks in 16 bits, such as orthogonal parametrizations;
+    - biases that select experts, such as `e_score_correction_bias`, as single tensors;
+    - layers that compute a matrix function that torch does not support in 16 bits, such as orthogonal parametrizations;
     - the modules listed in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
     - a few transformers classes whose code computes in FP32;
     - modules whose quantized weights act as FP32 tensors;
@@ -73,9 +73,9 @@ def cast_model(
       converts them. Values that a module computes from such FP32 numbers are FP32, so on the first call that passes
       some, its children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`,
       and before any `torch.compile` if a model outside transformers takes integer timesteps.
-    - The `loss_function` of transformers models computes in FP32, and so do the distributions that they predict, and
-      torch's loss functions while the `forward` of your own model runs, or that of a module that names one of them.
-      This takes about a microsecond per torch call, and does not reach into activation checkpoints.
+    - The `loss_function` of transformers models and the distributions that they predict compute in FP32. So do torch's
+      loss functions while `forward` runs in your own model, or in a module whose code names one of them. This adds
+      about a microsecond to each torch call, and does not reach into activation checkpoints.
 
     If `forward` writes into an argument that a hook converts, or into a list or dict with such entries, the caller's
     object is updated when the call ends, except in code that torch has compiled and, for tensors, in
@@ -91,12 +91,12 @@ def cast_model(
         keep_fp32: one or more entries, each a string or a module class. A string is a case-sensitive glob (`fnmatch`;
             `*` also matches dots) that must match the whole name of a module, parameter or buffer, or everything after
             one of the dots in it: `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all its
-            submodules. A tensor is kept with the module that owns it if that has no children; otherwise only the tensor
-            is kept, without hooks. A class keeps its instances.
-        keep_low_bits: keep what the cast rounds off trainable FP32 parameters, and FP16 ones that become BF16, at 2
-            bytes per parameter until the first step. An hf_lowprec optimizer with Kahan summation or split weights uses
-            it as the first compensation or remainder; one in another rounding mode drops it. All ranks must have the
-            same weights. Set it to False if no such optimizer follows and memory is short.
+            submodules. If the module that owns a matching tensor has no children, the whole module is kept; otherwise,
+            only the tensor is kept, without hooks. A class keeps its instances.
+        keep_low_bits: keep what the cast rounds off from trainable FP32 parameters, and from FP16 ones that become
+            BF16. This takes 2 bytes per parameter until the first step. An hf_lowprec optimizer with Kahan summation or
+            split weights uses it as the first compensation or remainder; one in another rounding mode drops it. All
+            ranks must have the same weights. Set it to False if no such optimizer follows and memory is short.
 
     Returns:
         A report of the dtypes, the parts kept in FP32 with reasons, and the hooks; `print` it.

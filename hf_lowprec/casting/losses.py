@@ -156,7 +156,7 @@ def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
     `forward`.
 
     Trainer (with one of our `optim=` names) and `prepare_accelerator` call this automatically. A second call changes
-    nothing, but `next_to_loss=True` takes precedence.
+    nothing, except that `next_to_loss=True` takes precedence.
 
     Args:
         model: a model that `cast_model` has cast, or that contains one; changed in place. If you pass a submodule, it

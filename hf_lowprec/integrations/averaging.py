@@ -18,8 +18,8 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 class AveragedModel(swa_utils.AveragedModel):
     """`torch.optim.swa_utils.AveragedModel` (EMA, SWA) in FP32, for a model trained in BF16.
 
-    torch's class keeps the average in the model's dtype. In BF16, such an average does not move: at a decay of 0.999,
-    each update is a thousandth of the distance to the weight, which is rounded away. This class holds an FP32 copy of
+    torch's class keeps the average in the model's dtype. In BF16, the average hardly moves: at a decay of 0.999, each
+    update is a thousandth of the distance to the weight, and is mostly rounded away. This class holds an FP32 copy of
     the model (4 bytes per parameter) and averages the FP32 weights that `fp32_state_dict` returns.
 
     `ema.module` is an FP32 model that can be evaluated or saved. Store `ema.state_dict()` in checkpoints.

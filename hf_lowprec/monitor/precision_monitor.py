@@ -35,7 +35,7 @@ _DECAY = slice(COLUMN["weight_decay_square"], COLUMN["weight_decay_square"] + le
 
 
 class PrecisionMonitor:
-    """Measures how much of an optimizer's steps 16-bit weights and states lose, on a sample of each tensor.
+    """Measures how much of an optimizer's steps is lost in rounding, on a sample of each tensor.
 
     ```python
     monitor = hf_lowprec.PrecisionMonitor(optimizer, model, every=100)
@@ -44,18 +44,18 @@ class PrecisionMonitor:
     ```
 
     Any `torch.optim.Optimizer` can be watched. For optimizers of this package, the exact update is computed by their
-    formula; for others, only the share of weights that changed is known, which is enough to tell if updates are lost.
-    Steps with a closure, and steps that `skip_nonfinite` skips, are not measured.
+    formula. For others, only the share of weights that changed is known, which is enough to tell whether updates are
+    lost. Steps with a closure, and steps that `skip_nonfinite` skips, are not measured.
 
-    With `gradient_release`, parameters are measured when they are stepped, during the backward pass. Call
-    `measure_next_step` before it.
+    With `gradient_release`, parameters are measured when they are updated, during the backward pass. Call
+    `measure_next_step` before that.
 
     With sharded parameters (FSDP2), all ranks must measure the same steps, and get the same numbers.
 
     Args:
-        optimizer: the optimizer, or Accelerate's wrapper of it.
-        model: the model, for the names and kinds of its parameters. Build the monitor when training begins: "moved"
-            means moved since then.
+        optimizer: the optimizer, or Accelerate's wrapper around it.
+        model: the model, for the names and kinds of its parameters. Build the monitor when training begins: it counts
+            weights as moved if they have changed since then.
         every: measure the first step and then every `every`-th. With 0, the default, only steps after a call of
             `measure_next_step` are measured.
         across_ranks: sum the numbers of sharded parameters over ranks; otherwise, they cover only this rank's shards.
@@ -103,20 +103,20 @@ class PrecisionMonitor:
             self._remove_hooks.append(partial(calls.remove, before_part))
 
     def measure_next_step(self, number: int | None = None) -> None:
-        """Measure the coming step. `number` is its number; by default, steps are counted from 1."""
+        """Measure the next step. `number` is the step's number; by default, steps are counted from 1."""
         self._next_number = self.steps + 1 if number is None else number
         self._depth, self._begun, self._was_asked = 0, False, True
 
     @property
     def last(self) -> StepPrecision | None:
-        """The last measurement; None before the first one, or if the step was skipped. Waits for the device."""
+        """The last measurement, or None before the first one or if the step was skipped. Waits for the device."""
         finished, self._finished = self._finished, None
         if finished is not None:
             self._last = self._evaluate(finished)
         return self._last
 
     def findings(self) -> list[Finding]:
-        """Return warnings from the last measurement and the run up to it; empty for a healthy run.
+        """Return warnings about the last measurement and the run up to it; the list is empty for a healthy run.
 
         Raises:
             RuntimeError: steps were taken, and the monitor was never asked to measure any.

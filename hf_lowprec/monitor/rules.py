@@ -82,7 +82,7 @@ FAULTS = {
 
 
 class Finding(NamedTuple):
-    """Something that is wrong.
+    """A problem that the monitor or `hf-lowprec inspect` has found.
 
     Attributes:
         code: the kind of finding; stable, for programs.

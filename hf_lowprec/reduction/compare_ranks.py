@@ -31,12 +31,12 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """Check that replicas hold identical weights and optimizer states. Every rank must call it.
 
     The replicas of each shard are compared under HSDP, and wherever a parameter uses only some dimensions of a device
-    mesh. FSDP2 without replicas has no weights to compare. Parameters that DDP or FSDP2 was told to ignore are skipped.
-    The settings of `optimizer` are always compared.
+    mesh. Under FSDP2 without replicas, there are no weights to compare. Parameters that DDP or FSDP2 was told to ignore
+    are skipped. The settings of `optimizer` are always compared.
 
     Args:
         model: the model, wrapped or not.
-        optimizer: its optimizer, or accelerate's wrapper of it.
+        optimizer: its optimizer, or accelerate's wrapper around it.
 
     Raises:
         RuntimeError: settings of the optimizer or replicas differ. Raised on every rank of the group; the message

@@ -130,15 +130,15 @@ def _not_by_nccl(reason: str) -> ValueError:
 def reduce_scatter_in_fp32(model: nn.Module, reduction: Reduction = "rank_order") -> ScratchBuffers:
     """Make every FSDP2 module in `model` sum its gradients in FP32. Call it after the last `fully_shard`.
 
-    FP32 parameters in a group with 16-bit ones, because the model was cast after it was sharded, get their own group,
-    which FSDP2 requires.
+    If the model was cast after it was sharded, a group may hold FP32 and 16-bit parameters. The FP32 parameters then
+    get their own group, which FSDP2 requires.
 
     Args:
         model: a model to which `fully_shard` was applied. HSDP and FP16 parameters need
             `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` in these calls.
-        reduction: `"rank_order"`, or `"nccl"` for NCCL's own FP32 sums of BF16 gradients, in an order of its choice.
-            The second needs GPUs connected by NVLink and a process group with the backend NCCL. Numbers with a known
-            sum are reduced at once, to check that NCCL sums in FP32.
+        reduction: `"rank_order"`, or `"nccl"` for NCCL's own FP32 sums of BF16 gradients, in an order that NCCL
+            chooses. The latter needs GPUs connected by NVLink and a process group with the NCCL backend. To check that
+            NCCL sums in FP32, numbers with a known sum are reduced immediately.
 
     Returns:
         The scratch memory, as large as the largest group of modules; none for `"nccl"`.

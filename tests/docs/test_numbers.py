@@ -100,7 +100,7 @@ def losses_of_saved_folders() -> list[str]:
         columns = [(split, "loss"), (split, "loss_saved_in_bf16"), (split, "loss_in_bf16"), (autocast, "loss_in_bf16")]
         losses = (f"{mean(run[name] for run in runs):.4f}" for runs, name in columns)
         found.append(row(rate.replace("-0", "-"), *losses))
-    return [*found, f"Before fine-tuning, it was {fine_tuning('fp32')[0]['before']:.4f}"]
+    return [*found, f"Before fine-tuning, the loss was {fine_tuning('fp32')[0]['before']:.4f}"]
 
 
 def lost_when_migrating() -> list[str]:
@@ -240,8 +240,8 @@ def one_gpu() -> list[str]:
     (missing,) = re.findall(r"Nothing fits: (\S+) GiB are missing", printed[16][1])
     found.append(f"| 16 GB | none: {missing} GiB are missing")
     on_host, split, least = rows["split, states, gradients on host"], rows["split"], rows["stochastic, 8-bit states"]
-    found.append(f"in {on_host[PEAK]} GiB of the GPU and {on_host[HOST]} GiB of host memory")
-    found += [f"takes {split[DISK]} GiB with split weights, {least[DISK]} GiB with stochastic rounding and 8-bit", text]
+    found.append(f"in {on_host[PEAK]} GiB of GPU memory and {on_host[HOST]} GiB of host memory")
+    found += [f"takes {split[DISK]} GiB with split weights, and {least[DISK]} GiB with stochastic rounding", text]
     sums, _ = fit(page, "--gpu-memory", 80, "--gradient-accumulation-steps", 8)
     found.append(f"peak is {sums['split'][PEAK]} GiB, and {sums['split, 8-bit states'][PEAK]} GiB with 8-bit states")
     chunked, _ = fit(page, "--gpu-memory", 80, "--chunked-loss")
@@ -260,7 +260,7 @@ def many_gpus() -> list[str]:
     found = [f"{words} | {peak:.2f} |" for words, peak in peaks.items()]
     found.append(f"every GPU, {peaks['whole gradients'] - peaks['`sync_each_batch`']:.2f} GiB")
     (in_fp32,) = re.findall(r"in FP32 takes (\S+) GiB", text)
-    return [*found, f"takes {large['split'][DISK]} GiB, and loading in FP32 {in_fp32} GiB"]
+    return [*found, f"takes {large['split'][DISK]} GiB, and loading the model in FP32 takes {in_fp32} GiB"]
 
 
 def muon_on_text() -> list[str]:

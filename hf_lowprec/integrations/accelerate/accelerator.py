@@ -56,7 +56,7 @@ def prepare_accelerator(
 ) -> ReductionStatus:
     """Make `accelerator` sum gradients in FP32 under DDP, FSDP2 and HSDP. Call it before `accelerator.prepare`.
 
-    - Gradients are sent in the parameters' dtype. Their mean over ranks is summed in FP32, in rank order, and rounded
+    - Gradients are sent in the parameters' dtype. Their mean over ranks is computed in FP32, in rank order, and rounded
       once. Under FSDP2, FP32 parameters (norms) form their own group, because FSDP2 requires one dtype per group.
     - `accelerator.clip_grad_norm_`, called with all parameters of an hf_lowprec optimizer, clips inside the optimizer's
       step, by an FP32 norm.
@@ -77,7 +77,7 @@ def prepare_accelerator(
         grad_accumulation: how the gradients of micro-batches are accumulated: `"nearest"` (as in torch, in the
             parameters' dtype) or `"fp32"` (4 bytes per parameter), which acts in `accelerator.backward`.
         reduction: how FSDP2 sums gradients over ranks: `"rank_order"` (by this package, with the same bits on every
-            machine) or `"nccl"` (by NCCL in symmetric memory, in an order of its choice; needs NVLink).
+            machine) or `"nccl"` (by NCCL in symmetric memory, in an order that NCCL chooses; needs NVLink).
 
     Returns:
         A status that is filled in as models are prepared. `print` it to see whether FP32 sums are active.

@@ -41,8 +41,8 @@ def initialize_deepspeed(
 ) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize` with an optimizer of hf_lowprec, which works under ZeRO 1, 2 and 3.
 
-    - Given equal gradients, weights and states equal those of one process bit for bit: every element keeps its random
-      bits. States in 8 bits become BF16 where a partition cuts their block.
+    - Given equal gradients, weights and states match a single-process run bit for bit, because every element keeps its
+      random bits. 8-bit states become BF16 where a partition cuts their block.
     - Gradients are sent in BF16 and summed in FP32, in rank order, and the mean is rounded once.
     - `gradient_clipping` is applied inside the step, by an FP32 norm, and does not round gradients.
     - Checkpoints of the engine hold FP32 weights: `zero_to_fp32.py` gives all bits. They resume bit for bit with the
@@ -52,9 +52,9 @@ def initialize_deepspeed(
 
     Args:
         model: a model without DDP or FSDP, cast with `cast_model`.
-        optimizer: an optimizer of its parameters, without states.
+        optimizer: an optimizer of the model's parameters that has no states yet.
         config: DeepSpeed's configuration, as a dictionary or a file. The flags in `bf16` and
-            `zero_allow_untested_optimizer` are set, in a dictionary as well.
+            `zero_allow_untested_optimizer` are set by this function. A dictionary is changed in place.
         kwargs: further arguments of `deepspeed.initialize`.
 
     Returns:
@@ -63,7 +63,7 @@ def initialize_deepspeed(
     Raises:
         RuntimeError: the ranks' models or settings differ.
         ValueError: `config` selects an unsupported feature, such as offload; or `model` has parameters of unsupported
-            dtypes; or `optimizer` takes means over whole tensors or releases gradients.
+            dtypes; or `optimizer` computes means over whole tensors or releases gradients.
     """
     if not isinstance(config, dict):
         config = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())

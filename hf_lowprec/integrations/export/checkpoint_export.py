@@ -93,14 +93,14 @@ def export_checkpoint(
 
     It reads checkpoints of Trainer and folders of `Accelerator.save_state`: from one process, DDP or FSDP2, sharded or
     full, of whole models or PEFT adapters; and from DeepSpeed's ZeRO, of whole models. It needs neither the training
-    script nor several processes, only memory for the tensors of one file and for those from which one of them is
-    computed.
+    script nor several processes. It needs memory for the tensors of one file and for the tensors from which one of
+    these is computed.
 
     Args:
         checkpoint: the folder of the checkpoint.
         save_directory: a new or empty folder to write.
-        dtype: `"float32"`, or `"bfloat16"`: each FP32 estimate rounded stochastically, but tensors that are FP32 in
-            the checkpoint, such as norms, stay FP32.
+        dtype: `"float32"` or `"bfloat16"`. With `"bfloat16"`, each FP32 estimate is rounded stochastically, but tensors
+            that are FP32 in the checkpoint, such as norms, stay FP32.
         model_folder: a folder with config.json, tokenizer and generation config, for a checkpoint without them.
         max_shard_size: the size of a weight file, as in transformers.
 

@@ -58,8 +58,8 @@ def save_pretrained(
 ) -> None:
     """Write a model folder with the best FP32 estimate of every weight, as `fp32_state_dict` computes it.
 
-    `from_pretrained(save_directory)`, without further arguments, loads exactly these weights: config.json has their
-    dtype. For a PEFT model, this function writes the adapters. The model is not changed.
+    `from_pretrained(save_directory)`, without further arguments, loads exactly these weights, because config.json names
+    their dtype. For a PEFT model, this function writes the adapters. The model is not changed.
 
     Under FSDP2, HSDP and DeepSpeed's ZeRO, every rank must call this function. Rank 0 gathers one tensor at a time and
     writes the folder, which is complete when the function returns on any rank. Under DDP, ranks other than 0 return at
@@ -73,9 +73,9 @@ def save_pretrained(
             `torch.compile` or Lightning Fabric.
         optimizer: its optimizer, or accelerate's wrapper around it.
         save_directory: the folder to write.
-        dtype: `"float32"`, or `"bfloat16"`: each estimate rounded stochastically, so that changes below half of
-            BF16's spacing are kept on average, but tensors that are FP32 in training, such as norms, stay FP32, as in
-            the folders that Trainer saves. Saving twice writes the same file.
+        dtype: `"float32"` or `"bfloat16"`. With `"bfloat16"`, each estimate is rounded stochastically, so that changes
+            below half of BF16's spacing are kept on average. Tensors that are FP32 in training, such as norms, stay
+            FP32, as in the folders that Trainer saves. Saving twice writes the same file.
         processing_class: a tokenizer or processor to save alongside.
         max_shard_size: the size of a weight file, as in transformers.
 

@@ -19,31 +19,33 @@ from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 class Adafactor(LowPrecisionOptimizer):
     """`torch.optim.Adafactor` for weights stored in BF16: a second moment in one number per row and column.
 
-    It has the arguments of torch's, and the options of transformers' as keywords. Of parameters with more than two
-    dimensions, the last two are the rows and columns, as in both.
+    It has the arguments of torch's Adafactor, and the options of transformers' Adafactor as keywords. In parameters
+    with more than two dimensions, the last two are the rows and columns, as in both libraries.
 
-    States: of parameters with two dimensions or more `row_var` and `col_var`, always FP32, of the parameter's shape
-    with one column or one row; of others `variance`, BF16 by default; `exp_avg` with `beta1`, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
+    States: for parameters with two or more dimensions, `row_var` and `col_var`, always in FP32, in the parameter's
+    shape but with one column or one row; for others, `variance`, in BF16 by default; with `beta1`, `exp_avg`, in BF16
+    by default; `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
+    int64 scalar.
 
     Bytes per element of a large matrix, gradient included: 6 with `kahan` and `split`, 4 with the other modes; 2 more
     with `beta1`. FP32 parameters take 8.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor. It is the largest relative step size with `relative_step`.
         beta2_decay: exponent of the decay rate `β₂ = 1 - tᵏ` in step `t`, at most 0.
-        eps: least root of the second moment, and also least mean of the means over rows; and least RMS of a weight with
-            `scale_parameter`. The first may be None, which stands for 2⁻²³, as in torch for FP32.
-        d: RMS that the update of a parameter is clipped to, before it is multiplied by the learning rate.
-        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`, as in torch. That of
-            transformers' Adafactor is also multiplied by the relative step size, and with `scale_parameter` by the RMS
-            of the parameter.
-        beta1: decay rate of a momentum of the updates, in [0, 1); None keeps none.
+        eps: two lower bounds. The first is for the root of the second moment, and for the mean of the means over rows;
+            it may be None, which stands for 2⁻²³, as in torch for FP32. The second is for the RMS of a weight, with
+            `scale_parameter`.
+        d: the RMS to which a parameter's update is clipped, before it is multiplied by the learning rate.
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`, as in torch. In transformers'
+            Adafactor, the decay is also multiplied by the relative step size and, with `scale_parameter`, by the RMS of
+            the parameter.
+        beta1: decay rate of a momentum of the updates, in [0, 1); with None, there is no momentum.
         relative_step: use the learning rate `min(lr, 1/√t)`.
         scale_parameter: multiply the learning rate by the RMS of the parameter, at least `eps[1]`.
         maximize: maximize the objective instead of minimizing it.
-        square_eps: number added to the squares of gradients: ε₁ of the paper, and `eps[0]` of transformers.
+        square_eps: number added to the squares of gradients: ε₁ in the paper, and `eps[0]` in transformers.
 
     An `optim=` string turns off `relative_step` and `scale_parameter` and sets `eps=(0.0, 1e-3)` and
     `square_eps=1e-30`, so that it agrees with Trainer's `optim="adafactor"`.

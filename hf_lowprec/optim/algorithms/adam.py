@@ -17,14 +17,15 @@ from hf_lowprec.rounding.fp32_math import SMALLEST_NORMAL
 class Adam(LowPrecisionOptimizer):
     """`torch.optim.Adam` for weights stored in BF16. Its `weight_decay` is an L2 penalty; `AdamW` decouples it.
 
-    States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
+    States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), in the parameter's shape and in BF16 by
+    default; `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
+    int64 scalar.
 
     Bytes per parameter, gradient included: 10 with `kahan` and `split`, 8 with the other modes, plus 2 with `amsgrad`.
     FP32 parameters take 16, or 20 with `amsgrad`.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the square root of the bias-corrected second moment.
@@ -32,7 +33,7 @@ class Adam(LowPrecisionOptimizer):
         amsgrad: use the maximum of all past second moments.
         maximize: maximize the objective instead of minimizing it.
         decoupled_weight_decay: use AdamW's decoupled weight decay instead of the L2 penalty.
-        factored: keep the second moment of matrices as means over rows and columns, see `AdamW`.
+        factored: keep the second moment of matrices as means over rows and columns, as described in `AdamW`.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
     in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".

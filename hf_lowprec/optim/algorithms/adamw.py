@@ -18,14 +18,15 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 class AdamW(Adam):
     """`torch.optim.AdamW` for weights stored in BF16: Adam with decoupled weight decay.
 
-    States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
+    States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), in the parameter's shape and in BF16 by
+    default; `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
+    int64 scalar.
 
     Bytes per parameter, gradient included: 10 with `kahan` and `split`, 8 with the other modes, plus 2 with `amsgrad`.
     FP32 parameters take 16, or 20 with `amsgrad`.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the square root of the bias-corrected second moment.

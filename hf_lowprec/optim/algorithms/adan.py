@@ -15,15 +15,15 @@ from hf_lowprec.rounding import State, sqrt_rn
 class Adan(LowPrecisionOptimizer):
     """Adan for weights stored in BF16: Nesterov momentum estimated from differences of successive gradients.
 
-    States: `exp_avg`, `exp_avg_diff`, `exp_avg_sq` and `previous_grad`, of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
-    `previous_grad` holds a BF16 gradient exactly, unless the gradient is clipped inside the step.
+    States: `exp_avg`, `exp_avg_diff`, `exp_avg_sq` and `previous_grad`, in the parameter's shape and in BF16 by
+    default; `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
+    int64 scalar. `previous_grad` holds a BF16 gradient exactly, unless the gradient is clipped inside the step.
 
     Bytes per parameter, gradient included: 14 with `kahan` and `split`, 12 with the other modes. FP32 parameters take
     24.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the moving averages of the gradient, of its difference and of the square, each in [0, 1).
             The paper's β are one minus these.

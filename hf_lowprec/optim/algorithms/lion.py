@@ -19,13 +19,13 @@ class Lion(LowPrecisionOptimizer):
     Apart from weight decay, every step changes each weight by the learning rate. The authors recommend a
     learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
 
-    States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`,
+    States: `exp_avg`, in the parameter's shape and in BF16 by default; `compensation` (BF16) with `rounding="kahan"`,
     `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
     Bytes per parameter, gradient included: 8 with `kahan` and `split`, 6 with the other modes. FP32 parameters take 12.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor.
         betas: weight of the momentum in the interpolation with the gradient, and decay rate of the momentum, each in
             [0, 1).

@@ -49,11 +49,11 @@ class Muon(AdamW):
 
     Under FSDP2 and DeepSpeed, and under DDP with Accelerate or Trainer, ranks share the work: each matrix is gathered
     in BF16 and orthogonalized on one rank, as a single process would, and the result is sent back. Meanwhile, the next
-    matrices are gathered.
+    matrices are being gathered.
 
-    States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
-    by default. `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an
-    int64 scalar.
+    States: `momentum_buffer` for matrices and the states of `AdamW` for other parameters, in the parameter's shape and
+    in BF16 by default; `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`;
+    `step`, an int64 scalar.
 
     Bytes per element of a matrix, gradient included: 8 with `kahan` and `split`, 6 with the other modes. A step
     orthogonalizes one matrix at a time, or several small ones. On one GPU, it temporarily takes 2 bytes per element of
@@ -62,7 +62,7 @@ class Muon(AdamW):
     need further scratch memory.
 
     Args:
-        params: parameters or groups. A group may set `use_muon` to True or False.
+        params: parameters or parameter groups. A group may set `use_muon` to True or False.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         momentum: decay rate of the momentum, in [0, 1). `OneCycleLR` and `CyclicLR` cycle momentum by writing to
@@ -75,8 +75,8 @@ class Muon(AdamW):
         adjust_lr_fn: `"match_rms_adamw"` multiplies the learning rate by `0.2·√max(rows, columns)`, so that the same
             learning rate suits matrices and other parameters (Liu et al., eq. 4); `"original"` multiplies it by
             `√max(1, rows/columns)`.
-        betas: decay rates for the parameters stepped with AdamW.
-        eps: `eps` for the parameters stepped with AdamW.
+        betas: decay rates for the parameters trained with AdamW.
+        eps: `eps` for the parameters trained with AdamW.
         matrices: the parameters that are hidden matrices, as `hidden_matrices(model)` returns them; None means all
             parameters of groups that do not set `use_muon`.
         normalize_rows: scale the rows of each orthogonalized matrix to the same length (Muon+, arXiv:2602.21545). This

@@ -27,9 +27,9 @@ class Prodigy(LowPrecisionOptimizer):
 
     `optimizer.param_groups[0]["d"]` is the estimate, by which `lr` is multiplied. It never decreases.
 
-    States: `exp_avg`, `exp_avg_sq`, `s` and `p0_minus_p`, of the parameter's shape, BF16 by default; `compensation`
-    (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar. The moments
-    are those of `d·g`.
+    States: `exp_avg`, `exp_avg_sq`, `s` and `p0_minus_p`, in the parameter's shape and in BF16 by default;
+    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
+    The moments are of `d·g`, the gradient times the estimate.
 
     As in the authors' package, a group at lr 0 adds nothing to the estimate or to its states, and a step in which all
     groups are at lr 0, such as the first of a warm-up, is neither taken nor counted.
@@ -38,15 +38,15 @@ class Prodigy(LowPrecisionOptimizer):
     24.
 
     Args:
-        params: parameters or groups.
-        lr: factor of the estimate, a number or a one-element tensor.
+        params: parameters or parameter groups.
+        lr: factor by which the estimate is multiplied, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1). The sums behind d decay by `√betas[1]`.
         eps: added, times d, to the square root of the second moment.
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·d·weight_decay`.
         use_bias_correction: multiply the learning rate by Adam's bias corrections.
-        safeguard_warmup: leave `lr` out of the denominator of d, for warm-ups.
-        d0: the first d, above 0.
-        d_coef: factor of every new d.
+        safeguard_warmup: leave `lr` out of the denominator of d. Use it with a warm-up.
+        d0: the initial d, above 0.
+        d_coef: factor by which every new d is multiplied.
         maximize: maximize the objective instead of minimizing it.
 
     The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described

@@ -22,14 +22,14 @@ class RAdam(Adam):
 
     The first steps (five at β2 = 0.999) use only the first moment. After that, the step size grows to Adam's.
 
-    States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
+    States: `exp_avg`, `exp_avg_sq`, in the parameter's shape and in BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
     Bytes per parameter, gradient included: 10 with `kahan` and `split`, 8 with the other modes. FP32 parameters take
     16.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1). For β2 ≤ 2/3 the second moment is never used.
         eps: added to the square root of the second moment, before the bias correction.

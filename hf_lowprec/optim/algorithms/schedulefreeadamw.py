@@ -31,23 +31,24 @@ class ScheduleFreeAdamW(LowPrecisionOptimizer):
 
     Call `eval()` before the model is evaluated or saved, and `train()` before training continues. Trainer does so.
 
-    It is `AdamWScheduleFreePaper` of the package schedulefree. The class that the package recommends and Trainer's
-    `optim="schedule_free_adamw"` uses, `AdamWScheduleFree`, is another algorithm: it divides the second moment by
+    It is `AdamWScheduleFreePaper` from the package schedulefree. The class that the package recommends and Trainer's
+    `optim="schedule_free_adamw"` uses, `AdamWScheduleFree`, is a different algorithm: it divides the second moment by
     `1-β2ᵗ`, where Algorithm 1 multiplies the learning rate by `√(1-β2ᵗ)`. So with that class, the first `1/(1-β2)`
     steps count fully in the average and in the weight decay, `eps` is added after the correction, and changing the
     learning rate changes a step's weight in the average. From the same gradients, averages here have moved 1.3 times as
-    far after 60 to 1000 steps with the default betas, 1.15 times after 5000.
+    far after 60 to 1000 steps with the default betas, and 1.15 times as far after 5000.
 
-    States: `exp_avg_sq` and `z_minus_y`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
+    States: `exp_avg_sq` and `z_minus_y`, in the parameter's shape and in BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
     Bytes per parameter, gradient included: 10 with `kahan` and `split`, 8 with the other modes. FP32 parameters take
     16.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor. Keep it constant; the average ignores a schedule.
-        betas: the share of the average in y, in (0, 1), and the decay rate of the second moment, in [0, 1).
+        betas: the share of the average in y (the weights at which gradients are computed), in (0, 1), and the decay
+            rate of the second moment, in [0, 1).
         eps: added to the square root of the second moment.
         weight_decay: decoupled decay of y, multiplied by the learning rate.
         warmup_steps: steps in which the learning rate grows linearly, and the weight in the average quadratically.

@@ -17,17 +17,17 @@ from hf_lowprec.rounding import State
 class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` for weights stored in BF16.
 
-    States: `momentum_buffer`, of the parameter's shape, BF16 by default, if `momentum` is not zero; `compensation`
-    (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
+    States: `momentum_buffer`, if `momentum` is not zero, in the parameter's shape and in BF16 by default;
+    `compensation` (BF16) with `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
     Bytes per parameter, gradient included: 6 with `kahan` and `split`, 4 with the other modes, plus 2 with momentum.
     FP32 parameters take 8, or 12 with momentum.
 
     Args:
-        params: parameters or groups.
+        params: parameters or parameter groups.
         lr: learning rate, a number or a one-element tensor.
         momentum: momentum factor.
-        dampening: dampening of the gradient in the momentum buffer, from the second step on.
+        dampening: dampening of the gradient in the momentum buffer, starting with the second step.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
         nesterov: use Nesterov momentum; needs `momentum > 0` and no dampening.
         maximize: maximize the objective instead of minimizing it.

@@ -372,10 +372,10 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 def keep_low_bits(optimizer: Any) -> None:
     """Keep the compensations or remainders of `optimizer` with its parameters, for the next optimizer.
 
-    An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters begins
-    with the FP32 weights of this one, as after `cast_model`. Trainer calls this when training ends,
-    and in a single process also when an exception ends it. If the 16-bit values of a parameter change before
-    the next optimizer's first step, nothing is kept for it.
+    An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters starts
+    from the same FP32 weights. Trainer calls this function when training ends and, in a single process, also when an
+    exception ends it. If the 16-bit values of a parameter change before the next optimizer's first step, nothing is
+    kept for it.
 
     The tensors are shared with `optimizer`. They take extra memory, 2 bytes per parameter, once it is deleted.
 

@@ -21,25 +21,28 @@ def doctor(
     ] = None,
     lr: Annotated[float | None, typer.Option(help="The peak learning rate.", rich_help_panel=_RUN)] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="The number of steps.", rich_help_panel=_RUN)] = None,
-    scheduler: Annotated[str, typer.Option(help="lr_scheduler_type.", rich_help_panel=_RUN)] = "linear",
+    scheduler: Annotated[
+        str, typer.Option(help="As lr_scheduler_type in TrainingArguments.", rich_help_panel=_RUN)
+    ] = "linear",
     warmup_steps: Annotated[
-        float, typer.Option(min=0, help="Number of steps; below 1, a share of all steps.", rich_help_panel=_RUN)
+        float, typer.Option(min=0, help="Warm-up steps; below 1, a share of all steps.", rich_help_panel=_RUN)
     ] = 0.0,
     weight_decay: Annotated[float, typer.Option(min=0, help="As in TrainingArguments.", rich_help_panel=_RUN)] = 0.0,
     optim: Annotated[str, typer.Option(help="As in TrainingArguments.", rich_help_panel=_RUN)] = "adamw_torch",
 ) -> None:
     """Check this machine, or predict how many updates a run loses.
 
-    The check runs each part of training on a small scale: packages, names,
-    backends, reduction, a short training run. It exits with 1 if something is
-    broken. Missing parts that have a slower substitute are reported but are
-    not errors. To check the reduction between processes, launch it like a
-    training script: accelerate launch -m hf_lowprec doctor
+    The check tries each part of training on a small scale: packages, optimizer
+    names, backends, gradient sums, a short training run. It exits with 1 if
+    something is broken. Missing parts that have a slower substitute are reported
+    but are not errors. To check gradient sums between processes, launch it like
+    a training script: accelerate launch -m hf_lowprec doctor
 
-    With MODEL, it reads the weights, builds the learning rates of the run, and
-    shows which share of the updates rounding would lose, and how much noise
-    it would add. It exits with 1 if the rounding of --optim loses half of the
-    updates, or adds ten times as much noise as updates move weights.
+    With MODEL, it reads the weights, computes the run's learning rates, and
+    shows what share of the updates rounding would lose and how much noise it
+    would add. It exits with 1 if the rounding of --optim loses more than half
+    of the updates, or if its noise moves weights over ten times as far as the
+    updates do.
     """
     if model is None:
         for option, value in (("--lr", lr), ("--steps", steps)):

@@ -37,35 +37,35 @@ def estimate(
     ] = 1,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(min=0, metavar="N", help="Memory of each GPU in GiB; shows how much of it remains."),
+        typer.Option(min=0, metavar="N", help="Memory of each GPU in GiB; shows how much of it is left."),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Sequences per GPU and micro-batch; adds activations.")
     ] = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens per sequence, without padding; goes with --batch-size."),
+        typer.Option(min=1, metavar="N", help="Tokens per sequence, without padding; needed with --batch-size."),
     ] = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="As in TrainingArguments.")
     ] = False,
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="The loss is TRL's, computed in chunks without whole logits.")
+        bool, typer.Option("--chunked-loss", help="Assume TRL's loss, which is computed in chunks of the logits.")
     ] = False,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Find optimizer and options that fit in --gpu-memory; else, exit with 1.")
+        bool, typer.Option("--fit", help="Find an optimizer and options that fit in --gpu-memory, or exit with 1.")
     ] = False,
 ) -> None:
     """Estimate the memory of training.
 
     The model is built without weights and cast as for training: norms stay in
     FP32, and tied weights count once. With --batch-size and --sequence-length,
-    activations are counted in a forward and backward without values. Not
-    included: the layers that FSDP2 gathers during a step, DDP's buckets, scratch
-    memory of kernels, and CUDA's own memory.
+    activations are counted in a forward and backward pass that computes no
+    values. Not included are the layers that FSDP2 gathers during a step, DDP's
+    buckets, scratch memory of kernels, and CUDA's own memory.
 
-    With --fit, settings are tried from the best to the smallest, by default with
-    one sequence of 4096 tokens.
+    With --fit, it tries settings from the best to those that take the least
+    memory, by default with one sequence of 4096 tokens.
     """
     import torch
     from rich.console import Console

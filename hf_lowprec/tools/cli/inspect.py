@@ -12,21 +12,23 @@ import typer
 def inspect(
     model: Annotated[str, typer.Argument(help="A model folder, a checkpoint, or a name on the Hub.")],
     later: Annotated[
-        str | None, typer.Argument(help="A later checkpoint of the model, to show what moved.", show_default=False)
+        str | None, typer.Argument(help="A later checkpoint of the same model, to show what moved.", show_default=False)
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option(min=0, help="Learning rate. Default: the one in the last checkpoint, else 2e-5."),
+        typer.Option(min=0, help="Learning rate. Default: the one in the last checkpoint, or 2e-5."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
 ) -> None:
     """Look for lost precision in a checkpoint, or between two.
 
-    It shows, for each part of the model, its dtype, the share of weights that
-    an update as large as the learning rate would not change if rounded to
-    nearest, and what has moved; then findings. Tensors are read one by one.
+    For each part of the model, it shows the dtype, the share of weights that an
+    update as large as the learning rate would leave unchanged if rounded to
+    nearest, and the share that moved between two checkpoints. Then it lists
+    what is wrong. Tensors are read one by one.
 
-    Exits with 1 if there is a finding, with 2 if a checkpoint cannot be read.
+    It exits with 1 if something is wrong, and with 2 if a checkpoint cannot be
+    read.
     """
     from hf_lowprec.integrations.checkpoint_files.input_files import InputError
     from hf_lowprec.tools.inspection import inspect_checkpoints

@@ -29,9 +29,9 @@ def plot(
 ) -> None:
     """Draw loss, lost updates by part of the model, and learning rate.
 
-    Reads trainer_state.json of a run's folder, or else of its newest
-    checkpoint, also of runs without hf_lowprec. Several runs are drawn in the
-    same axes.
+    It reads trainer_state.json from a run's folder, or else from the newest
+    checkpoint in it. Runs without hf_lowprec work too. Several runs are drawn
+    in the same axes.
     """
     from hf_lowprec.integrations.checkpoint_files.input_files import InputError, explain_input_errors
     from hf_lowprec.tools.plotting import draw, read_log

@@ -44,7 +44,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Treat SCRIPT as the name of a module.")] = False,
 ) -> None:
-    """Run a training script as `python SCRIPT ARGS…` would, with our optimizer names registered."""
+    """Run a training script like `python SCRIPT ARGS…`, with the names of our optimizers registered."""
     if command := launcher_command(script, arguments or [], module):
         typer.echo(
             f"Error: {script} starts training in new processes, where the optimizer names are not registered. Let the "
