@@ -19,59 +19,59 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "evidence.
 _HEAD = """\
 # Evidence: BF16 vs FP32
 
-This page compares the final loss of training in 16 bits with that of FP32, and tests published claims. Every answer is
-generated from saved results. Open a section's setup for the command that measures it again. Where the name of
-an experiment follows a question, `.venv/bin/python -m benchmarks.evidence NAME` prints its tables.
+This page compares the final loss of 16-bit training with FP32's, and tests published claims. Every answer is generated
+from saved results. Open a section's setup for the command that measures it again. If the name of an experiment follows
+a question, `.venv/bin/python -m benchmarks.evidence NAME` prints its tables.
 
 {summary}
 
-**Primary claims.** We chose the three claims about long runs after seeing their results, and the one about [a
-pretrained model](#a-pretrained-model) before. Each interval has a confidence of {CONFIDENCE:.2%}, so that all four
-hold together with 95% (Bonferroni):
+**Primary claims.** We chose the three claims about long runs after seeing their results, and the claim about [a
+pretrained model](#a-pretrained-model) before. Each interval has a confidence level of {CONFIDENCE:.2%}, so all four
+claims hold together with 95% (Bonferroni):
 
 {primary}
 
 All other comparisons are exploratory: expect about 1 in 20 of their intervals to miss the true value.
 
-**Published claims.** These measurements confirm {confirmed}, but not these:
+**Published claims.** These measurements confirm {confirmed} published claims, but not the following:
 
 {refuted}
 
 ## How to read it
 
-| | `optim=` | what it stores for each weight |
+| name on this page | optimizer | what is stored for each weight |
 | --- | --- | --- |
 | split | `adamw_bf16_split` | 16 bits that the model computes with, and the other 16 bits of FP32 |
 | Kahan | `adamw_bf16_kahan` | a BF16 weight, and its rounding error in BF16 |
 | stochastic | `adamw_bf16_sr` | a BF16 weight; the momentum gives back the rounding error |
 | stochastic without feedback | `adamw_bf16_sr`, `optim_args="error_feedback=False"` | a BF16 weight |
-| rounded to nearest | torch's AdamW after `model.to(torch.bfloat16)` | a BF16 weight, norm layers too |
+| rounded to nearest | torch's AdamW after `model.to(torch.bfloat16)` | a BF16 weight, even in norm layers |
 | autocast | torch's AdamW with `bf16=True` | FP32 |
 
-**Differences.** Runs with the same seed start from the same FP32 weights and see the same data. A difference is the
-loss of a run minus that of FP32, on held-out text, as the mean over seeds with a 95% t interval. It says nothing about
-other data. The 16-bit modes round the initial weights; split and Kahan keep the rounding errors.
+**Differences.** Runs with the same seed start from the same FP32 weights and see the same data. A difference is a run's
+loss on held-out text minus FP32's: the mean over seeds, with a 95% t interval. It says nothing about other data. The
+16-bit modes round the initial weights; split and Kahan keep the rounding errors.
 
 **Verdicts.** Each comparison gets the first verdict that applies:
 
 | verdict | where the interval lies |
 | --- | --- |
-| equal, above (below) zero | within ±{LIMIT}, unless another limit is named, and without zero |
-| equal | within the same limit |
+| equal, above (below) zero | within ±{LIMIT} (unless another limit is named), excluding zero |
+| equal | within the same limit, including zero |
 | worse, better | entirely beyond the limit |
 | above, below | entirely on one side of zero |
 | undecided | anywhere else |
 
-The limit was 0.01 with the first results, and was lowered to {LIMIT} when most results were known. In nats per byte,
-{LIMIT} is about 0.02 of Trainer's loss per token, and 3% of the steps of the [long runs](#steps). Other limits were
-written down before their experiments ran.
+The limit was 0.01 for the first results; we lowered it to {LIMIT} when most results were known. A difference of {LIMIT}
+nats per byte is about 0.02 in Trainer's loss per token, or 3% of the steps of the [long runs](#steps). The other limits
+were fixed before their experiments ran.
 
-**Measure again.** In a checkout after `make .venv`, the command of a section runs its experiment and keeps the results
-in FOLDER. If you interrupt it, run it again with the same FOLDER, and it resumes. Without `--night` or `--full`, the
-experiment is smaller; `make evidence` runs all of them in an hour on two cores. `--cases "split *"` selects runs.
-Without `--output`, the command prints the [saved results](../../benchmarks/results/evidence), with all published claims
-and the tables that this page leaves out. Each experiment's settings are in [its
-file](../../benchmarks/evidence/experiments). `python -m benchmarks.evidence.page` writes this page.
+**Measure again.** In a checkout, run `make .venv`, then the command of a section, which keeps the results in FOLDER. If
+you interrupt it, run it again with the same FOLDER to resume. Without `--night` or `--full`, the experiment is smaller;
+`make evidence` runs all of these in an hour on two cores. `--cases "split *"` selects runs. Without `--output`, the
+command prints the [saved results](../../benchmarks/results/evidence), with all published claims and the tables that
+this page leaves out. Each experiment's settings are in [its file](../../benchmarks/evidence/experiments).
+`python -m benchmarks.evidence.page` writes this page.
 """
 
 
@@ -137,9 +137,9 @@ def describe(settings: dict[str, Any]) -> str:
     """The model, seeds and batches of an experiment with `Replicas`."""
     shape = Shape(**settings["shape"])
     return (
-        f"A transformer over bytes with {shape.parameters():,} parameters ({shape.layers} layers, width "
-        f"{shape.width}), {settings['seeds']} seeds, {settings['sequences']} × {shape.length} bytes of Python's "
-        "standard library per step."
+        f"A byte-level transformer with {shape.parameters():,} parameters ({shape.layers} layers, width {shape.width}) "
+        f"trains with {settings['seeds']} seeds on {settings['sequences']} × {shape.length} bytes of Python's standard "
+        "library per step."
     )
 
 
@@ -177,7 +177,7 @@ def _rendered(found: Section, record: dict[str, Any]) -> str:
     time = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
     command = (
         f"`.venv/bin/python -m benchmarks.evidence {_arguments(record)}{device} --output FOLDER` took {time} "
-        f"of one process ({', '.join([*machines, 'torch ' + ' and '.join(versions)])})."
+        f"in one process ({', '.join([*machines, 'torch ' + ' and '.join(versions)])})."
     )
     name, words = found.figure
     pictures = [f"![{words}](../images/{name}{end})" for end in (".svg#only-light", "-dark.svg#only-dark") if name]

@@ -198,10 +198,10 @@ def test_a_line_is_laid_through_sizes():
     settings = dataclasses.replace(settings, models=(*settings.models, (136, 4, 3)))
     part_of = {"settings": dataclasses.asdict(settings)}
     part = scale.section({**part_of, "cases": cases})
-    assert part.rows == rows and "Not run yet: 1.0 million." in part.text
+    assert part.rows == rows and "Not run yet: 1.0 million parameters;" in part.text
     for mode in settings.modes:
         del cases[f"{mode} 56x3"]
-    assert "Not run yet: 0.1, 1.0 million." in scale.section({**part_of, "cases": cases}).text
+    assert "Not run yet: 0.1, 1.0 million parameters;" in scale.section({**part_of, "cases": cases}).text
 
 
 def test_the_page_is_that_of_the_records():

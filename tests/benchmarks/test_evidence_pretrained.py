@@ -72,7 +72,7 @@ def test_the_page_has_a_table_for_each_rate(record):
     assert "| split | +0.0" in found or "| split | -0.0" in found
     (primary,) = pretrained.section(record).primary
     assert "split" in primary.claim and primary.verdict == "equal"
-    assert found.count("Learning rate 2e-05. Loss before") == 1 and "equal at 1 of 1 rates" in found
+    assert found.count("Learning rate 2e-05. Before training,") == 1 and "equal at 1 of 1 rates" in found
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):

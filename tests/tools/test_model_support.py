@@ -27,6 +27,6 @@ def test_reading_is_the_inverse_of_writing() -> None:
     text = model_support.page(outcomes)
     others = {("fnet", "FNetModel"): FAILS, ("detr", "Detr"): NO_REFERENCE}
     assert model_support.read(text) == ({"llama", "fnet"}, others)
-    assert "less than they accept: 1 *text alone*, 1 *x*." in text
+    assert "fewer inputs than they accept: 1 *text alone*, 1 *x*." in text
     assert model_support.version_of(text) == transformers.__version__
-    assert "3 of 4 classes" in text and "1 of 2 model types" in text and "needs timm" in text
+    assert "3 of 4 compared model classes" in text and "1 of 2 model types" in text and "needs timm" in text

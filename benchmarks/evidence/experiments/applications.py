@@ -50,7 +50,7 @@ class Task:
 
 TASKS = {
     "encoder": Task(
-        "a transformer that says which module 64 bytes are from",
+        "a transformer that names the module that contains 64 bytes",
         tasks.Encoder, tasks.chunks_of_modules, 1e-3, 16, {"weight_decay": 0.1},
     ),
     "images": Task(
@@ -154,8 +154,8 @@ def section(record: dict[str, Any]) -> Section:
     ends = [found.get(f"recommender {mode}", {}).get("accuracy") for mode in ("kahan", "sr")]
     if all(ends):
         gain = paired(*ends)
-        claim = "recommender: points of accuracy that Kahan adds to stochastic, at twice the bytes of weights"
-        published = "+0.08 (DLRM); up to 0.04 if parameters change over one by one"
+        claim = "recommender: points of accuracy that Kahan adds to stochastic, with twice the bytes for weights"
+        published = "+0.08 (DLRM); up to 0.04 if parameters switch one by one"
         rows.append(Row(claim, points(gain), exceeds([gain]), f"{in_tables}, Figure 5", published))
 
     def table(kind: str, cell: Callable[[Paired], str], first: str, chosen: list[str]) -> str:
@@ -167,15 +167,15 @@ def section(record: dict[str, Any]) -> Section:
             ]
             for name in chosen
         ]
-        return markdown_table(["", *(MODES[mode].label for mode in ("fp32", *modes))], lines)
+        return markdown_table(["kind", *(MODES[mode].label for mode in ("fp32", *modes))], lines)
 
     losses = table("loss", lambda each: f"{each} {verdict(each)}", "{:.4f}", names)
     accuracies = table("accuracy", points, "{:.2%}", classified)
     kinds = "; ".join(f"{name}: {TASKS[name].words}" for name in classified)
     words = (
-        f"{record['settings']['seeds']} seeds each. {LANGUAGE}: the model of the other sections, on bytes of code; "
-        f"{kinds}. AdamW, unless SGD is named, at rates that fall to zero. The models of "
-        "Zamirai et al. are larger, and different ones."
+        f"Each kind has {record['settings']['seeds']} seeds. {LANGUAGE}: the model of the other sections, on bytes of "
+        f"code; {kinds}. The optimizer is AdamW unless SGD is named, and learning rates fall to zero. The models of "
+        "Zamirai et al. are different and larger."
     )
     ends = {row.claim.partition(":")[0]: row for row in rows if "ends where" in row.claim}
     answer = "; ".join(f"{label} {row.ours}" for label, row in ends.items())
@@ -185,10 +185,10 @@ def section(record: dict[str, Any]) -> Section:
         words,
         rows,
         [f"Accuracy of FP32, and differences in points:\n\n{accuracies}"],
-        question="Does it hold for other kinds of models?",
-        answer=f"The loss ends where FP32's does: {answer}.",
+        question="Do these results hold for other kinds of models?",
+        answer=f"The final loss equals FP32's: {answer}.",
         model=f"{largest / 1e6:.2f} million",
-        table=f"Validation loss of FP32, and differences from it:\n\n{losses}",
+        table=f"FP32's validation loss, and differences from it, by kind of model:\n\n{losses}",
     )
 
 

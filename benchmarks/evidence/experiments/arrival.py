@@ -195,7 +195,7 @@ def section(record: dict[str, Any]) -> Section:
         rows,
         [f"Mean steps by schedule:\n\n{markdown_table(heads, table)}"],
         question="How many steps does a weight need to reach its target, if updates are far below its spacing?",
-        answer=f"If the rate decays to {min(PUBLISHED):g}, depending on the schedule, in steps: {answer}.",
+        answer=f"If the learning rate decays to {min(PUBLISHED):g}, it takes, depending on the schedule: {answer}.",
         model="1 weight",
     )
 

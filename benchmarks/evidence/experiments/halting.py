@@ -204,9 +204,9 @@ def section(record: dict[str, Any]) -> Section:
     heads = ["", *(f"α = {rate}" for rate in rates), *(f"loss, {step:,} steps" for step in settings["records"])]
     ends = f"Median distance after the last step at each rate, and loss with noise:\n\n{markdown_table(heads, table)}"
     held = [row.verdict == "holds" for row in rows if row.source.endswith("Theorem 1")]
-    answer = f"Yes, where Theorem 1 says, at {sum(held)} of {len(held)} rates"
+    answer = f"Yes, no nearer than Theorem 1 of Zamirai et al. allows, at {sum(held)} of {len(held)} learning rates"
     if near.get("compute") == "holds":
-        answer += ". Rounding forward and backward alone does not"
+        answer += ". Rounding only the forward and backward pass does not stop it"
         answer += ", unless outputs are rounded before labels are subtracted" * (near.get("outputs") != "holds")
     return Section(
         "Where SGD stops",

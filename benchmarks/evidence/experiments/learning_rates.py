@@ -156,10 +156,10 @@ def section(record: dict[str, Any]) -> Section:
         f"{gains[f'tune fp32 {rate:g}'].mean():.1e}" for rate in settings.rates
     )])  # fmt: skip
     words = (
-        f"{describe(record['settings'])} {settings.steps:,} steps at each learning rate. Fine-tuning begins after "
-        f"{settings.first_steps:,} steps of FP32. A mode stalls where it makes less than half of FP32's progress. At "
-        "the smallest learning rates, progress is so small that shares are uncertain by half or more. A seed counts as "
-        f"diverged if its loss ends above {found[START]['entropy']:.3f}, the entropy of single bytes."
+        f"{describe(record['settings'])} There are {settings.steps:,} steps at each learning rate. Fine-tuning "
+        f"begins after {settings.first_steps:,} steps in FP32. A mode stalls where it makes less than half of FP32's "
+        "progress. At the smallest learning rates, progress is so small that shares are uncertain by half or more. A "
+        f"seed counts as diverged if its loss ends above {found[START]['entropy']:.3f}, the entropy of single bytes."
     )
     apart = record["compared"].get("distance", {})
     labels = {f"tune {mode}": MODES[mode].label for mode in modes[1:]}
@@ -175,7 +175,7 @@ def section(record: dict[str, Any]) -> Section:
     ]
     usual = next((rate for rate in settings.rates if rate >= 1e-6), settings.rates[-1])
     progress = {label: cells[settings.rates.index(usual)] for label, *cells in shares}
-    answer = ", ".join(
+    answer = "; ".join(
         f"{MODES[mode].label} {progress[MODES[mode].label]}"
         for mode in ("nearest", "feedback", "split")
         if MODES[mode].label in progress
@@ -186,7 +186,7 @@ def section(record: dict[str, Any]) -> Section:
         rows,
         tables,
         question="Which modes stall at small learning rates?",
-        answer=f"At {usual:g}, the share of FP32's progress is: {answer}.",
+        answer=f"At {usual:g}, the modes make this share of FP32's progress: {answer}.",
         model=f"{settings.shape.parameters() / 1e6:.2f} million",
         figure=("evidence-learning-rates", _PICTURE) if distances else ("", ""),
         table=f"Progress in fine-tuning, as a share of FP32's, by learning rate:\n\n{_table(settings.rates, shares)}",
@@ -206,7 +206,7 @@ def _claims_of_ozkara(best: tuple[float, float], largest: tuple[float, float], s
         inside = [low <= ratio * factor <= high for factor in (1 / notch, 1, notch)]
         return Row(
             claim,
-            f"{ratio:.1f} times: {rates[0]:g} against {rates[1]:g}, on a grid with factors of {notch:.1f} or more",
+            f"{ratio:.1f} times: {rates[0]:g} against {rates[1]:g}, on a grid in steps of {notch:.1f} times or more",
             "yes" if all(inside) else "undecided" if any(inside) else "no",
             "Ozkara et al., table of rates",
             published,
@@ -214,16 +214,16 @@ def _claims_of_ozkara(best: tuple[float, float], largest: tuple[float, float], s
 
     tuned = "1 to 3.5 times tuned O1; 2 to 4.6 times its default"
     return [
-        row("stochastic without feedback: best rate, as a multiple of autocast's", best, 1, 3.5, tuned),
+        row("stochastic without feedback: best learning rate, as a multiple of autocast's", best, 1, 3.5, tuned),
         row(
-            "stochastic without feedback trains at rates at which autocast diverges",
-            largest, notch, math.inf, "O1 does not converge at its rate: 3 of 5 models",
+            "stochastic without feedback trains at learning rates at which autocast diverges",
+            largest, notch, math.inf, "O1 does not converge at this rate: 3 of 5 models",
         ),
     ]  # fmt: skip
 
 
 def _table(rates: tuple[float, ...], rows: list[list[str]]) -> str:
-    return markdown_table(["", *(f"{rate:g}" for rate in rates)], rows)
+    return markdown_table(["mode", *(f"{rate:g}" for rate in rates)], rows)
 
 
 _SIZES = {"hour": Settings(seeds=5, steps=500), "night": Settings(), "full": FULL}

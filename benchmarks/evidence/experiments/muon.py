@@ -186,10 +186,10 @@ def section(record: dict[str, Any]) -> Section:
         curves.append([label, f"{rate:g}", *(f"{np.mean(point['loss']):.4f}" for point in points)])
     gain = paired(best[_FP32], best[_ADAMW])
     rows.insert(0, Row("Muon: loss minus AdamW's, in FP32, each at its best rate", f"{gain}", verdict(gain)))
-    heads, steps = ["", *(f"{rate:g}" for rate in rates)], [f"{step:,}" for step in settings["records"]]
+    heads, steps = ["optimizer", *(f"{rate:g}" for rate in rates)], [f"{step:,}" for step in settings["records"]]
     words = (
-        f"{describe(settings)} {settings['steps']:,} steps with β = (0.9, 0.95), momentum 0.95 and decay 0.1. The rate "
-        "rises over a twentieth of the steps and then falls to zero."
+        f"{describe(settings)} It takes {settings['steps']:,} steps with β = (0.9, 0.95), momentum 0.95 and weight "
+        "decay 0.1. The learning rate rises over a twentieth of the steps and then falls to zero."
     )
     ends = "; ".join(f"{mode} {paired(best[f'muon-{mode}'], best[_FP32])}" for mode in ("split", "stochastic"))
     return Section(
@@ -197,14 +197,14 @@ def section(record: dict[str, Any]) -> Section:
         words,
         rows,
         [f"Loss in nats/byte by step, each at its best rate:\n\n{markdown_table(['', 'rate', *steps], curves)}"],
-        question="Does Muon in 16 bits end where it does in FP32?",
+        question="Does Muon in 16 bits reach its loss in FP32?",
         answer=(
-            f"At the best rates, the difference from FP32's loss is, in nats/byte: {ends}. Muon's from AdamW's is "
-            f"{gain}."
+            f"At the best learning rates, the difference from Muon's loss in FP32 is, in nats/byte: {ends}. In FP32, "
+            f"Muon's loss minus AdamW's is {gain}."
         ),
         model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
         table=(
-            "Loss of FP32, and differences from FP32's with the same algorithm, in nats/byte, by learning rate:\n\n"
+            "FP32's loss by learning rate, and differences from it with the same algorithm, in nats/byte:\n\n"
             f"{markdown_table(heads, table)}"
         ),
     )

@@ -51,7 +51,7 @@ REFERENCES = {
     FP32_CASE: BY_CASE[FP32_CASE],
     AUTOCAST: replace(BY_CASE[FP32_CASE], name=f"{BASELINE} weights, autocast"),
     PERTURBED: replace(BY_CASE[FP32_CASE], name=f"{BASELINE}, first weights changed by 0.1%"),
-    FASTER: replace(BY_CASE[FP32_CASE], name=f"{BASELINE}, rate 10% larger", build=_faster),
+    FASTER: replace(BY_CASE[FP32_CASE], name=f"{BASELINE}, learning rate 10% larger", build=_faster),
 }
 """torch's AdamW with weights and states in FP32. Only the first one's step is timed."""
 BY_CASE |= REFERENCES
@@ -215,7 +215,7 @@ def section(record: dict[str, Any]) -> Section:
     differences = {case: paired(found["loss"], results[FP32_CASE]["loss"]) for case, found in results.items()}
     order = sorted(results, key=lambda case: differences[case].mean)
     columns: list[tuple[str, dict[str, float], Callable[[float], str]]] = [
-        ("distance of weights", {case: float(np.mean(each)) for case, each in distance.items()}, "{:.1%}".format),
+        ("distance from FP32's weights", {case: float(np.mean(x)) for case, x in distance.items()}, "{:.1%}".format),
         ("bytes per parameter", {case: found["bytes"] for case, found in results.items()}, "{:.2f}".format),
         ("step, ns per parameter", times, "{:.1f}".format),
     ]
@@ -234,10 +234,10 @@ def section(record: dict[str, Any]) -> Section:
         counts[BY_CASE[case].name.startswith("hf_lowprec")][verdicts[case].partition(",")[0]] += 1
     answer = "; ".join(
         f"{whose}: {', '.join(f'{count} {word}' for word, count in counts[own].items())}"
-        for own, whose in ((True, "Variants of hf_lowprec, compared with FP32"), (False, "of other packages"))
+        for own, whose in ((True, "Compared with FP32, variants of hf_lowprec"), (False, "other packages"))
         if counts[own]
     )
-    heads = ["", "loss − FP32's, nats/byte", *(head for head, _, _ in columns), "replicas stay identical"]
+    heads = ["optimizer", "loss − FP32's, nats/byte", *(head for head, _, _ in columns), "replicas stay identical"]
     return Section(
         "Other packages on text",
         _words(settings, results, record["cases"]),
@@ -257,8 +257,8 @@ def _name(case: str) -> str:
 _NOTES = """\
 - **Bold**: the best in its column, without torch's rows with FP32 weights.
 - **Loss**: below FP32's, it is a gain on this task and at this learning rate, and no sign of more precise arithmetic. \
-The row "rate 10% larger" shows what larger steps do to FP32.
-- **Distance of weights**: from FP32's after the last step, relative to their norm. The row "changed by 0.1%" shows \
+The row "learning rate 10% larger" shows what larger steps do to FP32.
+- **Distance from FP32's weights**: after the last step, relative to their norm. The row "changed by 0.1%" shows \
 how far two FP32 runs diverge.
 - **Bytes per parameter**: weights, gradients and states after the last step, counted on the tensors. Error feedback \
 is stored in the momentum, so it takes none.
@@ -286,8 +286,8 @@ def _words(settings: dict[str, Any], results: dict[str, Any], recorded: dict[str
     packages = ", ".join(f"{name} {each}" for name, each in versions.items() if each != "not installed")
     words = (
         f"Every optimizer trains the same {settings['seeds']} models of {Shape(**settings['shape']).parameters():,} "
-        f"parameters on the same bytes for {settings['steps']:,} steps at a constant rate of {settings['lr']}, with "
-        f"β₂ = {settings['beta2']} and decay {settings['weight_decay']}. FP32 ends at a validation loss of "
+        f"parameters on the same bytes for {settings['steps']:,} steps at a constant learning rate of {settings['lr']} "
+        f"with β₂ = {settings['beta2']} and weight decay {settings['weight_decay']}. FP32 ends at a validation loss of "
         f"{np.mean(results[FP32_CASE]['loss']):.4f} nats per byte. "
         f"torchao and HeavyBall {'compile their step' if results[FP32_CASE]['compiles'] else 'run uncompiled'}. "
         f"Versions: {packages}."

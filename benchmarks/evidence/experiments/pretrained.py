@@ -227,23 +227,23 @@ def section(record: dict[str, Any]) -> Section:
                 f"{max(values(way, rate, 'lost').mean(), 0):.1%}" if way in (EXACT, "nearest", "split") else "",
             ])  # fmt: skip
         heads = (
-            "", "loss − FP32's (FP32: its loss)", "share of FP32's progress",
-            "weights rounded to nearest BF16: loss − FP32's", "saved in BF16: loss − FP32's",
-            "distance from FP32's weights ÷ distance these moved", "updates lost",
+            "mode", "loss − FP32's (FP32: the loss)", "share of FP32's progress",
+            "loss − FP32's after weights are rounded to nearest BF16", "loss − FP32's after saving in BF16",
+            "distance from FP32's weights ÷ distance that these moved", "updates lost",
         )  # fmt: skip
         tables.append(
-            f"Learning rate {rate:g}. Loss before training: {before:.4f} nats per token. `hf-lowprec doctor` predicts "
-            f"that rounding to nearest loses {foreseen['lost']:.1%} of the updates, and that the noise of stochastic "
-            f"rounding is {foreseen['noise']:.2f} times as large as the distance that FP32's weights move."
+            f"Learning rate {rate:g}. Before training, the loss is {before:.4f} nats per token. `hf-lowprec doctor` "
+            f"predicts that rounding to nearest loses {foreseen['lost']:.1%} of the updates, and that the noise of "
+            f"stochastic rounding is {foreseen['noise']:.2f} times as large as the distance that FP32's weights move."
             f"\n\n{markdown_table(heads, lines)}"
         )
     words = (
-        f"SmolLM2-135M-Instruct (134.5 million parameters, dequantized from 4 bits and rounded to BF16) learns from "
-        f"Python's standard library with Trainer: {settings.steps} steps of {settings.batch} × {settings.length} "
-        f"tokens, constant rates, AdamW with β₂ = 0.999 and decay 0.01, {settings.seeds} seeds. FP32 does not use "
-        f"TF32. Losses on {settings.validation} × {settings.length} held-out tokens are computed in FP32, with three "
-        'sets of weights: FP32, FP32 rounded to nearest, and those that `save_pretrained(…, dtype="bfloat16")` of this '
-        f'package writes. "Equal" is within ±{LIMIT} nats per token.'
+        f"SmolLM2-135M-Instruct (134.5 million parameters, dequantized from 4 bits and rounded to BF16) is trained "
+        f"on Python's standard library with Trainer, in {settings.steps} steps of {settings.batch} × {settings.length} "
+        f"tokens, at constant learning rates, with AdamW, β₂ = 0.999, weight decay 0.01 and {settings.seeds} seeds. "
+        f"FP32 does not use TF32. Losses on {settings.validation} × {settings.length} held-out tokens are computed in "
+        "FP32, with three sets of weights: in FP32, rounded to nearest, and as "
+        f'`hf_lowprec.save_pretrained(…, dtype="bfloat16")` writes them. "Equal" means within ±{LIMIT} nats per token.'
     )
     primary, answer = list[Row](), "Not measured yet."
     if rates and {"split", "sr", "nearest"} <= {*at[rates[-1]]}:
@@ -251,8 +251,9 @@ def section(record: dict[str, Any]) -> Section:
         ends = "; ".join(f"{LABELS[way]} {apart(way, last)}" for way in ("split", "sr", "nearest"))
         rounded = "; ".join(f"{LABELS[way]} {apart(way, first, 'loss_in_bf16')}" for way in (EXACT, "split"))
         answer = (
-            f"At {last:g}, the difference from FP32's loss is, in nats per token: {ends}. With the final weights "
-            f"rounded to nearest BF16, at {first:g}: {rounded}; split, as this package saves it in BF16, "
+            f"At a learning rate of {last:g}, the difference from FP32's loss is, in nats per token: {ends}. At "
+            f"{first:g}, after rounding the final weights to nearest BF16, it is: {rounded}; split, as this package "
+            f"saves it in BF16, "
             f"{apart('split', first, 'loss_saved_in_bf16')}."
         )
         ours = apart("split", last, claims=PRIMARY)

@@ -254,7 +254,7 @@ def section(record: dict[str, Any]) -> Section:
         rows.append(reward_row(claim, "nearest", probe, "better", *source))
 
     def table(cell: Callable[[str, str], str]) -> str:
-        return markdown_table(["", *done], [[MODES[m].label, *(cell(m, rate) for rate in done)] for m in modes])
+        return markdown_table(["mode", *done], [[MODES[m].label, *(cell(m, rate) for rate in done)] for m in modes])
 
     def reward_cell(mode: str, rate: str) -> str:
         found, word = compared(mode, rate)
@@ -262,14 +262,13 @@ def section(record: dict[str, Any]) -> Section:
 
     before = seen("fp32", small, at=0).mean()
     text = (
-        f"{results[START]['parameters']:,} parameters learn sums of two digits: in FP32 on labels half of which are "
-        f"random, then in {steps} steps of TRL's GRPOTrainer with {settings['completions']} completions each, at a "
-        f"constant rate. {settings['seeds']} seeds, starting at {FIRST_SEED}. The reward is the probability of the "
-        f"right answer, on average over all 100 sums: {before:.3f} before GRPO; the limit is {LIMIT:.0%} of FP32's "
-        "gain. "
-        f"“{STALE}”: {settings['stale']} steps train on completions of the same policy, at a rate that is "
-        "too large on purpose. "
-        "Rewards fluctuate there and are averaged over the second half of the steps."
+        f"A Llama with {results[START]['parameters']:,} parameters learns sums of two digits: first in FP32 on labels, "
+        f"half of which are random, then in {steps} steps of TRL's GRPOTrainer with {settings['completions']} "
+        f"completions each, at a constant learning rate. There are {settings['seeds']} seeds, starting at "
+        f"{FIRST_SEED}. The reward is the probability of the right answer, averaged over all 100 sums; before GRPO, it "
+        f"is {before:.3f}. The limit is {LIMIT:.0%} of FP32's gain. In the column “{STALE}”, {settings['stale']} steps "
+        "each train on completions of the same policy, at a learning rate that is too large on purpose. Rewards "
+        "fluctuate there, so they are averaged over the second half of the steps."
     )
     tables = [
         "Weights whose BF16 value the last step changes:\n\n"
@@ -279,7 +278,7 @@ def section(record: dict[str, Any]) -> Section:
         + table(lambda mode, rate: f"{1000 * seen(mode, rate, 'disagreement').mean():.1f}"),
     ]
     gains = {mode: float((seen(mode, small) - seen(mode, small, at=0)).mean()) for mode in modes}
-    shares = ", ".join(
+    shares = "; ".join(
         f"{MODES[mode].label} {gains[mode] / gains['fp32']:.1%}"
         for mode in ("nearest", "feedback", "split")
         if mode in modes
@@ -290,7 +289,7 @@ def section(record: dict[str, Any]) -> Section:
         rows,
         tables,
         question=f"Does GRPO learn at a learning rate of {small}?",
-        answer=f"The share of the reward that FP32 gains is: {shares}.",
+        answer=f"The modes gain this share of the reward that FP32 gains: {shares}.",
         model=f"{results[START]['parameters'] / 1e6:.1f} million",
         table=f"FP32's reward after {steps} steps by learning rate, and differences from it:\n\n{table(reward_cell)}",
     )

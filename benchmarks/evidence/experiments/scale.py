@@ -111,22 +111,23 @@ def section(record: dict[str, Any]) -> Section:
         for count, (width, layers, seeds) in zip(parameters, measured, strict=True)
     )
     words = (
-        f"Transformers over bytes with {models} train on {settings.bytes_per_parameter} bytes per parameter of "
-        f"Python's standard library, {settings.length} per sequence, in about {settings.steps:,} steps of AdamW with "
-        f"β₂ = 0.999 and decay 0.1. The learning rate is {settings.lr} · √(32 / width); it warms up, then decays to a "
-        "tenth."
+        f"Byte-level transformers train on {settings.bytes_per_parameter} bytes of Python's standard library per "
+        f"parameter, in sequences of {settings.length} bytes, for about {settings.steps:,} steps of AdamW with "
+        f"β₂ = 0.999 and weight decay 0.1. Numbers of parameters are {models}. The learning rate is {settings.lr} · "
+        "√(32 / width); it warms up, then decays to a tenth."
     )
     left = [settings.shape(*model[:2]).parameters() / 1e6 for model in settings.models if model not in measured]
     if left:
         patterns = ",".join(f"* {size}" for size in sizes)
-        words += f" Not run yet: {', '.join(f'{count:.1f}' for count in left)} million."
+        words += f" Not run yet: {', '.join(f'{count:.1f}' for count in left)} million parameters;"
         words += f' `--cases "{patterns}"` leaves them out.'
     heads = [f"{count / 1e6:.2f} million" for count in parameters]
     slopes = {row.claim.partition(":")[0]: row for row in rows if "grows" in row.claim}
     grown = [label for label, row in slopes.items() if row.verdict == "yes"]
     answer = f"From {parameters[0] / 1e6:.2f} to {parameters[-1] / 1e6:.2f} million parameters, it "
-    answer += f"grows: {', '.join(grown)}. By nats/byte" if grown else "does not grow; in nats/byte"
-    answer += " per 10 × parameters: " + "; ".join(f"{label} {row.ours}" for label, row in slopes.items())
+    answer += f"grows with {', '.join(grown)}" if grown else "does not grow"
+    answer += ". Its change per 10 × parameters is, in nats/byte: "
+    answer += "; ".join(f"{label} {row.ours}" for label, row in slopes.items())
     return Section(
         "Size",
         words,
@@ -135,7 +136,7 @@ def section(record: dict[str, Any]) -> Section:
         question="Does the difference from FP32 grow with the model?",
         answer=f"{answer}.",
         model=heads[-1],
-        table=f"Loss of FP32, and differences from it, in nats/byte:\n\n{markdown_table(['', *heads], table)}",
+        table=f"FP32's loss, and differences from it, in nats/byte:\n\n{markdown_table(['mode', *heads], table)}",
     )
 
 

@@ -125,7 +125,7 @@ def section(record: dict[str, Any]) -> Section:
     ]
     words = (
         f"{describe(settings)} {settings['replicas']} replicas average their gradients; each has batches of its own. "
-        f"AdamW with stochastic rounding at a constant rate of {settings['lr']}."
+        f"They use AdamW with stochastic rounding at a constant learning rate of {settings['lr']}."
     )
     table = markdown_table(
         ["", *(f"{step:,}" for step in steps)],
@@ -138,7 +138,7 @@ def section(record: dict[str, Any]) -> Section:
         rows,
         tables,
         question="Must replicas share their random bits?",
-        answer=f"Yes. With bits of their own, replicas drift {apart[OWN][:, -1].mean():.1%} apart, and the loss "
+        answer=f"Yes. If each draws its own bits, they drift {apart[OWN][:, -1].mean():.1%} apart, and the loss "
         f"changes by {cost}.",
         model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
     )

@@ -96,10 +96,10 @@ def section(record: dict[str, Any]) -> Section:
         table.append([mode.label, *(f"{found} {verdict(found)}" for found in pairs)])
         rows.append(all_equal(f"{mode.label}: ends where FP32 does", pairs, "values"))
     words = (
-        f"{describe(settings)} {settings['steps']:,} steps of AdamW with decay 0.1 at a rate that falls from "
-        f"{settings['lr']} to zero, with several values of β₂."
+        f"{describe(settings)} It takes {settings['steps']:,} steps of AdamW with weight decay 0.1 and several values "
+        f"of β₂, at a learning rate that falls from {settings['lr']} to zero."
     )
-    heads = ["", *(f"β₂ = {beta2}" for beta2 in betas)]
+    heads = ["mode and states", *(f"β₂ = {beta2}" for beta2 in betas)]
     equal = sum(row.verdict == f"equal at {len(betas)} of {len(betas)} values" for row in rows)
     return Section(
         "Optimizer states",
@@ -107,9 +107,9 @@ def section(record: dict[str, Any]) -> Section:
         rows,
         [],
         question="Do optimizer states in BF16 or 8 bits cost accuracy?",
-        answer=f"{equal} of {len(rows)} combinations of weights and states match FP32, at {' and '.join(heads[1:])}.",
+        answer=f"{equal} of {len(rows)} combinations of weights and states match FP32 at {' and '.join(heads[1:])}.",
         model=f"{Shape(**settings['shape']).parameters() / 1e6:.2f} million",
-        table=f"Loss of FP32, and differences from it, in nats/byte:\n\n{markdown_table(heads, table)}",
+        table=f"FP32's loss, and differences from it, in nats/byte:\n\n{markdown_table(heads, table)}",
     )
 
 

@@ -158,7 +158,7 @@ LABELS = {
     "sr": "stochastic without feedback",
     "split": "split",
     "kahan": "Kahan",
-    "nearest": "rounded to nearest, norm layers too",
+    "nearest": "rounded to nearest, including norm layers",
     "feedback-int8": "stochastic, 8-bit states",
     "factored-int8": "stochastic, factored second moment, 8-bit momentum",
     "sr-int8": "stochastic without feedback, 8-bit states",
@@ -206,8 +206,8 @@ def section(record: dict[str, Any]) -> Section:
             "–" if distance is None else f"{np.mean(distance):.0%}",
         ])  # fmt: skip
     heads = (
-        "nats/byte", f"loss − FP32's, mean from step {steps[first]:,}", "extra steps to catch up",
-        "change per 10 × steps", "loss − FP32's after the cooldown", "distance of weights",
+        "mode; losses in nats/byte", f"loss − FP32's, mean from step {steps[first]:,}", "extra steps to catch up",
+        "change per 10 × steps", "loss − FP32's after the cooldown", "distance from FP32's weights",
     )  # fmt: skip
     rows, primary = list[Row](), list[Row]()
     claims = {"split": "split matches FP32", "feedback": "stochastic matches FP32"}
@@ -227,19 +227,20 @@ def section(record: dict[str, Any]) -> Section:
     if f"fp32-{COOLDOWN}" in losses:
         end += f" and at {losses[f'fp32-{COOLDOWN}'][-1].mean():.4f} after the cooldown"
     words = (
-        f"{describe(settings)} AdamW with β₂ = {settings['beta2']} and decay {settings['weight_decay']} at a constant "
-        f"rate of {settings['lr']}, then a cooldown: a linear fall to zero over a tenth as many steps. FP32 ends at "
-        f"{end}. Losses are averaged over the records from step {steps[first]:,}. From there, 10 × more steps lower "
-        f'FP32\'s loss by {gain:.2f}; "extra steps" converts a difference at that rate. The distance of the weights '
-        "from FP32's, after the last step, is relative to their norm. –: not measured. What stochastic rounding "
-        "without feedback loses grows with the steps, so shorter runs may not show it."
+        f"{describe(settings)} It uses AdamW with β₂ = {settings['beta2']} and weight decay "
+        f"{settings['weight_decay']}, at a constant learning rate of {settings['lr']}. In the cooldown, the learning "
+        f"rate then falls linearly to zero over a tenth as many steps. FP32 ends at {end}. Losses are averaged over "
+        f"the records from step {steps[first]:,}. From there, 10 × more steps lower FP32's loss by {gain:.2f}; "
+        '"extra steps" converts a difference accordingly. The distance from FP32\'s weights is measured after the last '
+        "step, relative to their norm. A dash means not measured. Without feedback, the loss difference of stochastic "
+        "rounding grows with the steps, so shorter runs may not show it."
     )
     means = [
         [each, *(f"{value:+.4f}" for value in (losses[mode] - losses["fp32"]).mean(1))] for mode, each in modes.items()
     ]
     by_step = markdown_table(["", *(f"{step:,}" for step in steps)], means)
     ends = {mode: difference(mode) for mode in ("split", "feedback", "sr", "nearest") if mode in modes}
-    answer = f"Averaged from step {steps[first]:,} to {steps[-1]:,}, the difference from FP32's loss is, in nats/byte: "
+    answer = f"From step {steps[first]:,} to {steps[-1]:,}, the mean difference from FP32's loss is, in nats/byte: "
     answer += "; ".join(f"{modes[mode]} {found}" for mode, found in ends.items())
     return Section(
         "Steps",
