@@ -20,20 +20,21 @@ _HEAD = """\
 # Evidence: BF16 vs FP32
 
 This page compares the final loss of 16-bit training with FP32's, and tests published claims. Every answer is generated
-from saved results. Open a section's setup for the command that measures it again. If the name of an experiment follows
-a question, `.venv/bin/python -m benchmarks.evidence NAME` prints its tables.
+from saved results. A section's setup gives the command that repeats its measurements. If the name of an experiment
+follows a question, `.venv/bin/python -m benchmarks.evidence NAME` prints its tables.
 
 {summary}
 
 **Primary claims.** We chose the three claims about long runs after seeing their results, and the claim about [a
-pretrained model](#a-pretrained-model) before. Each interval has a confidence level of {CONFIDENCE:.2%}, so all four
-claims hold together with 95% (Bonferroni):
+pretrained model](#a-pretrained-model) before seeing its result. Each interval has a confidence level of
+{CONFIDENCE:.2%}, so all four claims hold together with 95% confidence (Bonferroni):
 
 {primary}
 
 All other comparisons are exploratory: expect about 1 in 20 of their intervals to miss the true value.
 
-**Published claims.** These measurements confirm {confirmed} published claims, but not the following:
+**Published claims.** These measurements confirm {confirmed} published claims, but not the following. Here, "no" and
+"undecided" say whether the published claim is confirmed:
 
 {refuted}
 

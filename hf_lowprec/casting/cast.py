@@ -60,7 +60,7 @@ def cast_model(
     - layers that compute a matrix function that torch does not support in 16 bits, such as orthogonal parametrizations;
     - the modules listed in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
     - a few transformers classes whose code computes in FP32;
-    - modules whose quantized weights act as FP32 tensors;
+    - quantized modules whose weights present themselves as FP32;
     - everything that `keep_fp32` matches.
 
     **Hooks** let modules of both dtypes work together:
@@ -70,12 +70,12 @@ def cast_model(
     - A model that holds 16-bit tensors, and each model inside it, rounds the activations among its arguments to
       `dtype`. Labels, targets, positions, timesteps, weights, counts and all tensors with fewer than two dimensions are
       not rounded; timesteps and guidance scales stay FP32 even where the `forward` of a model outside transformers
-      converts them. Values that a module computes from such FP32 numbers are FP32, so on the first call that passes
-      some, its children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`,
-      and before any `torch.compile` if a model outside transformers takes integer timesteps.
+      converts them. What a module computes from such numbers is FP32, so the first call with some installs hooks on its
+      children, which round their inputs. Make one such call before `torch.compile(fullgraph=True)`, and before any
+      `torch.compile` if a model outside transformers takes integer timesteps.
     - The `loss_function` of transformers models and the distributions that they predict compute in FP32. So do torch's
       loss functions while `forward` runs in your own model, or in a module whose code names one of them. This adds
-      about a microsecond to each torch call, and does not reach into activation checkpoints.
+      about a microsecond to each torch call, and does not reach code inside `torch.utils.checkpoint`.
 
     If `forward` writes into an argument that a hook converts, or into a list or dict with such entries, the caller's
     object is updated when the call ends, except in code that torch has compiled and, for tensors, in
@@ -93,10 +93,11 @@ def cast_model(
             one of the dots in it: `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all its
             submodules. If the module that owns a matching tensor has no children, the whole module is kept; otherwise,
             only the tensor is kept, without hooks. A class keeps its instances.
-        keep_low_bits: keep what the cast rounds off from trainable FP32 parameters, and from FP16 ones that become
-            BF16. This takes 2 bytes per parameter until the first step. An hf_lowprec optimizer with Kahan summation or
-            split weights uses it as the first compensation or remainder; one in another rounding mode drops it. All
-            ranks must have the same weights. Set it to False if no such optimizer follows and memory is short.
+        keep_low_bits: keep the low bits that the cast rounds off trainable FP32 parameters, and off FP16 ones that
+            become BF16. This takes 2 bytes per parameter until the first step. An hf_lowprec optimizer with Kahan
+            summation or split weights uses it as the first compensation or remainder; one in another rounding mode
+            drops it. All ranks must have the same weights. Set it to False if no such optimizer follows and memory is
+            short.
 
     Returns:
         A report of the dtypes, the parts kept in FP32 with reasons, and the hooks; `print` it.

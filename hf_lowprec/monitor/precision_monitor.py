@@ -56,8 +56,8 @@ class PrecisionMonitor:
         optimizer: the optimizer, or Accelerate's wrapper around it.
         model: the model, for the names and kinds of its parameters. Build the monitor when training begins: it counts
             weights as moved if they have changed since then.
-        every: measure the first step and then every `every`-th. With 0, the default, only steps after a call of
-            `measure_next_step` are measured.
+        every: measure the first step and then every `every`-th. With 0, the default, only steps that follow a
+            call to `measure_next_step` are measured.
         across_ranks: sum the numbers of sharded parameters over ranks; otherwise, they cover only this rank's shards.
         on_error: called with an error in a measurement, after which nothing more is measured. Without it, the step
             raises the error.

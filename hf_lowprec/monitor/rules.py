@@ -74,7 +74,7 @@ FAULTS = {
         "keep_fp32",
     ),
     "norms_of_16_bits": Fault(
-        "Norms are in 16 bits, although others are FP32",
+        "Norms are in 16 bits, although other norms are FP32",
         "Load the checkpoint with dtype=torch.float32, and let hf_lowprec.cast_model cast the rest",
     ),
 }

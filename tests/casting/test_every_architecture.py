@@ -88,7 +88,7 @@ def test_the_page_has_every_class() -> None:
     gone = [*(OTHERS.keys() - SAID.keys()), *(TYPES_THAT_TRAIN - TYPES.keys())]
     assert (unknown, gone) == ([], []), ADVICE
     kinds = [*SAID.values()]
-    assert f"**{kinds.count(TRAINS)} of {len(kinds) - kinds.count(NO_REFERENCE)} classes" in TEXT, ADVICE
+    assert f"**{kinds.count(TRAINS)} of {len(kinds) - kinds.count(NO_REFERENCE)} compared model classes" in TEXT, ADVICE
 
 
 def test_enough_train() -> None:

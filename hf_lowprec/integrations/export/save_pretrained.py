@@ -58,8 +58,8 @@ def save_pretrained(
 ) -> None:
     """Write a model folder with the best FP32 estimate of every weight, as `fp32_state_dict` computes it.
 
-    `from_pretrained(save_directory)`, without further arguments, loads exactly these weights, because config.json names
-    their dtype. For a PEFT model, this function writes the adapters. The model is not changed.
+    With the default `dtype`, `from_pretrained(save_directory)` loads exactly these weights, because config.json names
+    FP32. For a PEFT model, this function writes the adapters. The model is not changed.
 
     Under FSDP2, HSDP and DeepSpeed's ZeRO, every rank must call this function. Rank 0 gathers one tensor at a time and
     writes the folder, which is complete when the function returns on any rank. Under DDP, ranks other than 0 return at

@@ -63,14 +63,14 @@ class LowPrecisionCallback(TrainerCallback):
     `Trainer(callbacks=[…])` to change its arguments, or to train a BF16 model with another optimizer. The model is cast
     in Trainer's constructor, before it is moved to the device.
 
-    If one of our optimizers trains 16-bit weights, every training log gets `lost_updates`: the share of that step's
-    weight changes that was lost in rounding, from 0 (none) to 1 (all). It is left out where chance makes it
-    meaningless, as with stochastic rounding at learning rates near zero. If it is clearly above 0 for a part of the
-    model, the log also has it by part, as in `lost_updates/attention`. If something else is lost, the log gets
-    `lost_second_moment` and `lost_weight_decay`, the shares lost of the second moment's decay and of the weight decay,
-    and `norms_never_moved`, the share of norm weights that have not changed since training began. If one of these
-    numbers, or anything else, shows that a part of the training has no effect, there is one warning, with any
-    optimizer. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
+    If one of our optimizers trains 16-bit weights, training logs get `lost_updates`: the share of that step's weight
+    changes that was lost in rounding, from 0 (none) to 1 (all). It is left out where it would be mostly chance, as with
+    stochastic rounding at learning rates near zero. If it is clearly above 0 for a part of the model, the log also has
+    it by part, as in `lost_updates/attention`. If something else is lost, the log gets `lost_second_moment` and
+    `lost_weight_decay`, the shares lost of the second moment's decay and of the weight decay, and `norms_never_moved`,
+    the share of norm weights that have not changed since training began. If a part of the training has no effect, a
+    single warning says so, with any optimizer. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps
+    skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`, as for `cast_model`.

@@ -246,7 +246,7 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
         not floating point are returned unchanged. Under FSDP2, they are DTensors: before you save them, call
         `full_tensor()` on every rank, or use `hf_lowprec.save_pretrained` instead. Under DeepSpeed's ZeRO, every rank
-        must call this function, and gets all of them.
+        must call this function, and gets all tensors.
 
     Raises:
         TypeError: `optimizer` is not an optimizer.
