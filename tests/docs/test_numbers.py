@@ -10,9 +10,11 @@ from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import muon_shares
+from benchmarks.evidence.statistics import paired, verdict
 from benchmarks.step_time import table, table_of_8_bits
 from tests.support.command_output import hf_lowprec
 from tests.support.docs.pages import ROOT, blocks, pages
@@ -56,7 +58,11 @@ def at_a_glance() -> list[str]:
         found.append(row(label, f"{mean(run['loss'] for run in runs):.4f}", lost, size))
     autocast, fp32 = (mean(run["loss"] for run in fine_tuning(way)) for way in ("autocast", "fp32"))
     assert abs(autocast - fp32) < 0.002
-    return [*found, *_speed_at_a_glance()]
+    losses = {way: np.array([run["loss"] for run in fine_tuning(way)]) for _, _, way in ways}
+    words = {way: verdict(paired(losses[way], losses["fp32"]), 0.002).partition(",")[0] for way in losses}
+    equal = "split weights and `sr` with BF16 states equal FP32, the last two rows are undecided"
+    assert [words[way] for _, _, way in ways[2:]] == ["equal", "equal", "undecided", "undecided"], equal
+    return [*found, equal, *_speed_at_a_glance()]
 
 
 def _speed_at_a_glance() -> list[str]:
