@@ -252,8 +252,8 @@ def section(record: dict[str, Any]) -> Section:
         rounded = "; ".join(f"{LABELS[way]} {apart(way, first, 'loss_in_bf16')}" for way in (EXACT, "split"))
         answer = (
             f"At a learning rate of {last:g}, the difference from FP32's loss is, in nats per token: {ends}. At "
-            f"{first:g}, after rounding the final weights to nearest BF16, it is: {rounded}; split, as this package "
-            f"saves it in BF16, "
+            f"{first:g}, after the final weights are rounded to the nearest BF16 numbers, the difference from FP32's "
+            f"unrounded loss is: {rounded}; split, as this package saves it in BF16, "
             f"{apart('split', first, 'loss_saved_in_bf16')}."
         )
         ours = apart("split", last, claims=PRIMARY)
