@@ -60,7 +60,7 @@ def at_a_glance() -> list[str]:
     assert abs(autocast - fp32) < 0.002
     losses = {way: np.array([run["loss"] for run in fine_tuning(way)]) for _, _, way in ways}
     words = {way: verdict(paired(losses[way], losses["fp32"]), 0.002).partition(",")[0] for way in losses}
-    equal = "split weights and `sr` with BF16 states equal FP32, the last two rows are undecided"
+    equal = "split weights and `sr` with BF16 states equal FP32; the last two rows are undecided"
     assert [words[way] for _, _, way in ways[2:]] == ["equal", "equal", "undecided", "undecided"], equal
     return [*found, equal, *_speed_at_a_glance()]
 
