@@ -97,7 +97,7 @@ def table() -> str:
     heads = ["", *(f"work, {ranks} GPUs" for ranks in RANKS), *(f"GB, {ranks} GPUs" for ranks in RANKS)]
     total = 2 * sum(map(Size.numel, LLAMA_8B)) / 1e9
     alone = (f"{total * (ranks - 1) / ranks:.2f}" for ranks in RANKS)
-    rows = [["FSDP2, if every GPU computes all", *(f"{ranks:.2f}" for ranks in RANKS), *alone]]
+    rows = [["FSDP2, if every GPU computes everything", *(f"{ranks:.2f}" for ranks in RANKS), *alone]]
     for kind in KINDS:
         found = [shares(kind, ranks) for ranks in RANKS]
         rows.append([kind, *(f"{each.work:.2f}" for each in found), *(f"{each.received / 1e9:.2f}" for each in found)])

@@ -29,9 +29,9 @@ from hf_lowprec.wrapped_method import temporarily_wrapped, wrap_method
 _ON_EVERY_RANK = ("gradient_accumulation_steps", "gradient_clipping", "zero_optimization", "data_types")
 """Keys of DeepSpeed's configuration that all ranks must have in common."""
 _PARTITIONED = {
-    1: "all weights and gradients, and a part of the states",
-    2: "all weights, and a part of gradients and states",
-    3: "a part of weights, gradients and states",
+    1: "all weights and gradients, and part of the states,",
+    2: "all weights, and part of the gradients and states,",
+    3: "part of the weights, gradients and states",
 }
 """What a rank holds, by the stage of DeepSpeed's ZeRO."""
 

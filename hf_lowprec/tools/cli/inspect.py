@@ -46,7 +46,7 @@ def inspect(
             cells = f"{row['part']:<12}{row['dtype']:<10}{row['weights']:>14,}  {row['lost']:>15.1%}"
             cells += "" if row["moved"] is None else f"{row['moved']:>8.1%}"
             typer.echo(cells + ("" if row["distance"] is None else f"{row['distance']:>10.1e}"))
-        typer.echo("lost: if an update this large were rounded to nearest, as torch's AdamW does\n")
+        typer.echo("lost: if an update this large were rounded to nearest, as in torch's AdamW\n")
         for finding in found.findings:
             typer.echo(textwrap.fill(f"- {finding.message}", 80, subsequent_indent="  ", break_on_hyphens=False))
         if not found.findings:
