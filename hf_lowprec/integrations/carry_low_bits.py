@@ -26,7 +26,7 @@ from hf_lowprec.rounding.attached_low_bits import (
 )
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What preparing a model adds to the names of its parameters."""
+"""Parts that preparing a model adds to the names of its parameters."""
 
 
 TakenLowBits = dict[str, dict[str, Any]]

@@ -53,7 +53,7 @@ class Algorithm(torch.optim.Optimizer):
     offload_gradients: bool = False
     clip: str = "exact"
     warns_of_fp32: bool = True
-    """Whether a step warns if all weights are FP32. Under Trainer, the report says it instead."""
+    """Whether a step warns if all weights are FP32. Under Trainer, the report mentions it instead."""
     skipped_before: int
     """The number of steps that `skip_nonfinite` had skipped when the loaded states were saved."""
 

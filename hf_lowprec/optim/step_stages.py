@@ -32,7 +32,7 @@ from hf_lowprec.rounding import mode_name
 
 
 class StepStages(Algorithm):
-    """What an optimizer needs for its steps. Algorithms may extend `prepare_step` and `run_step`."""
+    """The stages of an optimizer's step. Algorithms may extend `prepare_step` and `run_step`."""
 
     gradients: Gradients
     """Where gradients are before a step; may take them during the backward pass."""

@@ -126,7 +126,7 @@ def _rows(lines: list[_Line]) -> int:
 
 
 def _instead_of_a_panel(title: str, name: str, lines: list[_Line]) -> str:
-    """What to write in place of a panel whose values are all zero, or not finite; empty for other panels."""
+    """Return the text that replaces a panel whose values are all zero or not finite; empty for other panels."""
     values = [abs(value) for line in lines for _, value in line.points if _is_finite(value)]
     if values and max(values) > (_NOTHING if name == _LOST else 0):
         return ""

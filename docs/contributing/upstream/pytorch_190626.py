@@ -1,4 +1,4 @@
-"""What summing gradients over the tensor-parallel mesh in BF16 adds to their error. Prints a table.
+"""Measure the error that BF16 sums over the tensor-parallel mesh add to gradients, and print a table.
 
 The weight of an RMSNorm under `SequenceParallel` is replicated over the TP mesh, and each rank has a part of its
 gradient. FSDP2, with `MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)`, sums the parts: as torch does

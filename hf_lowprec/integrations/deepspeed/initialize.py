@@ -33,7 +33,7 @@ _PARTITIONED = {
     2: "all weights, and part of the gradients and states,",
     3: "part of the weights, gradients and states",
 }
-"""What a rank holds, by the stage of DeepSpeed's ZeRO."""
+"""The tensors that each rank holds, by the stage of DeepSpeed's ZeRO."""
 
 
 def initialize_deepspeed(

@@ -41,7 +41,7 @@ ExportDtype = Literal["float32", "bfloat16"]
 MAX_SHARD_SIZE = "5GB"
 """The default size of a file, which the Hub recommends. It bounds the memory that saving takes."""
 _DONE, _FAILED = -1, -2
-"""What rank 0 announces instead of a tensor's number."""
+"""Rank 0 sends one of these instead of a tensor's number."""
 _CHUNK = 1 << 22
 """The number of elements rounded at a time. It bounds the memory of their random bits."""
 

@@ -277,7 +277,7 @@ class GradientCollector(Gradients, ABC):
         """Return the error message for a gradient of `param` that comes after one was taken and cannot be added."""
 
     _without_that: ClassVar[str]
-    """What had already happened to other gradients when one that waits was written to, and how to clip."""
+    """The end of the error message about a waiting gradient that was written to: what happened before, how to clip."""
 
     def _check_version(self, param: Tensor) -> None:
         """Raise RuntimeError if the gradient of `param` was written to since autograd computed it."""

@@ -126,8 +126,9 @@ def find_fit(
         if key not in counted:
             shape = size, sequence_length, option.gradient_checkpointing
             counted[key] = [estimate_activations(model, *shape, chunked_loss)]
-            with suppress(InputError):
-                counted[key].append(estimate_activations(model, *shape, chunked_loss=True))
+            if not chunked_loss:
+                with suppress(InputError):
+                    counted[key].append(estimate_activations(model, *shape, chunked_loss=True))
         rows = (row._replace(activations=each) for each in counted[key])
         peaks = [peak for each in rows if (peak := each.peak(gpus, steps)) is not None]
         peak, chunked_loss_saves = peaks[0], max(0, peaks[0] - peaks[-1])

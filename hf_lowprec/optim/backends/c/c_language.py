@@ -15,7 +15,7 @@ from hf_lowprec.rounding.block_floats import block_max
 from hf_lowprec.rounding.random_bits import GOLDEN, weyl
 
 WEYL_INCREMENT = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
-"""What the Weyl sequence of a random word adds from each element to the next, see `random_bits.py`."""
+"""The increment of a random word's Weyl sequence from one element to the next, see `random_bits.py`."""
 
 # How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
 STORAGE = {
