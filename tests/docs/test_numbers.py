@@ -244,7 +244,7 @@ def one_gpu() -> list[str]:
         assert f"→ {title} 1" in text
     rows, text = printed[80]
     (missing,) = re.findall(r"Nothing fits: (\S+) GiB are missing", printed[16][1])
-    found.append(f"| 16 GB | none: {missing} GiB are missing")
+    found.append(f"| 16 GB | none: the smallest setting needs {missing} GiB more")
     on_host, split, least = rows["split, states, gradients on host"], rows["split"], rows["stochastic, 8-bit states"]
     found.append(f"in {on_host[PEAK]} GiB of GPU memory and {on_host[HOST]} GiB of host memory")
     found += [f"takes {split[DISK]} GiB with split weights, and {least[DISK]} GiB with stochastic rounding", text]
